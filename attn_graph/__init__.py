@@ -41,11 +41,11 @@ with paused_collector():
     )
     from attn_graph.ir.builder import Value, attention, graph, scores
     from attn_graph.ir.graph import Graph
-    from attn_graph.ir.jvp import jvp
     from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-    from attn_graph.ir.parse import parse
-    from attn_graph.ir.relative import RelativeBias
-    from attn_graph.ir.vjp import lay_out, vjp
+    from attn_graph.ir.terms.relative import RelativeBias
+    from attn_graph.ir.transforms.jvp import jvp
+    from attn_graph.ir.transforms.parse import parse
+    from attn_graph.ir.transforms.vjp import lay_out, vjp
     from attn_graph.machine.target import Target
     from attn_graph.machine.workspace import Workspace, default_workspace
     from attn_graph.masks import (
@@ -72,15 +72,15 @@ if TYPE_CHECKING:
     from attn_graph.integrations.flex import from_flex, from_flex_score
     from attn_graph.integrations.onnx import decompositions
     from attn_graph.integrations.xformers import from_xformers
-    from attn_graph.ir.addends import Addend, Factor
     from attn_graph.ir.reference import evaluate
-    from attn_graph.ir.vmap import vmap
-    from attn_graph.masks.formulas import Formula
-    from attn_graph.masks.tables import select_blocks
-    from attn_graph.masks.tiles import tiles
+    from attn_graph.ir.terms.addends import Addend, Factor
+    from attn_graph.ir.terms.formulas import Formula
+    from attn_graph.ir.transforms.vmap import vmap
+    from attn_graph.layers.replace import replace_sdpa
     from attn_graph.mesh.layout import Mesh
     from attn_graph.mesh.sharding import shard
-    from attn_graph.nn.replace import replace_sdpa
+    from attn_graph.sparsity.tables import select_blocks
+    from attn_graph.sparsity.tiles import tiles
 
 __version__ = "0.3.0"
 __all__ = [

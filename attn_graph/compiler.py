@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
 from attn_graph.errors import binds, show
-from attn_graph.ir.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.graph import Graph, check_graph
+from attn_graph.ir.transforms.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.request import Fallback, Options, Request
 from attn_graph.machine.ambient import neutral_state
@@ -43,7 +43,7 @@ from attn_graph.rings import find
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from attn_graph.planner.explanation import Explanation
+    from attn_graph.instruments.explanation import Explanation
 
 PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")

@@ -19,19 +19,14 @@ RINGS: Mapping[str, tuple[str, ...]] = {  # modules and packages, below `attn_gr
     "cudnn": ("lowering.cudnn",),
     "fa4": ("lowering.fa4",),
     "torch_cuda": ("lowering.torch_cuda",),
-    "layers": ("nn.modules", "nn.multihead", "nn.recognition", "nn.replace", "nn.report"),
-    "vmap": ("ir.vmap", "nn.batching"),
+    "layers": ("layers",),
+    "vmap": ("ir.transforms.vmap", "nn.batching"),
     "mesh": ("mesh",),
     "integrations": ("integrations",),
     "testing": ("testing",),
     "testing.gpu": ("testing.gpu",),
-    "instruments": (
-        *("planner.explain", "planner.explanation", "planner.remedies"),
-        *("plan.explained", "ir.pictures", "masks.pictures"),
-    ),
-    "measuring": (
-        *("planner.tuning", "planner.self_check", "planner.device_test", "machine.timing"),
-    ),
+    "instruments": ("instruments", "plan.extras.explained"),
+    "measuring": ("measuring",),
     "cli": ("cli", "__main__"),
 }
 BACKENDS = {  # by name, PyTorch's own kernels in PyTorch's own order of preference
@@ -46,7 +41,7 @@ BACKENDS = {  # by name, PyTorch's own kernels in PyTorch's own order of prefere
 }
 HOMES = {  # by name
     # for users, of rings
-    **dict.fromkeys(("Attention", "MultiheadAttention"), "nn.modules"),
+    **dict.fromkeys(("Attention", "MultiheadAttention"), "layers.modules"),
     **dict.fromkeys(("from_flex", "from_flex_score"), "integrations.flex"),
     "decompositions": "integrations.onnx",
     "from_xformers": "integrations.xformers",
@@ -54,26 +49,27 @@ HOMES = {  # by name
     **dict.fromkeys(("Outlook", "ShardedPlan"), "mesh.results"),
     "Sharded": "mesh.sharded",
     "shard": "mesh.sharding",
-    "replace_sdpa": "nn.replace",
-    "vmap": "ir.vmap",
-    **dict.fromkeys(("Explanation", "Refusal"), "planner.explanation"),
+    "replace_sdpa": "layers.replace",
+    "vmap": "ir.transforms.vmap",
+    **dict.fromkeys(("Explanation", "Refusal"), "instruments.explanation"),
     # for users, of the core
     **dict.fromkeys(("varlen_attn", "varlen_attn_out"), "nn.varlen"),
-    **dict.fromkeys(("Addend", "Factor"), "ir.addends"),
+    **dict.fromkeys(("Addend", "Factor"), "ir.terms.addends"),
     **dict.fromkeys(("Cost", "Work"), "planner.cost"),
-    "Formula": "masks.formulas",
+    "Formula": "ir.terms.formulas",
     "evaluate": "ir.reference",
-    "select_blocks": "masks.tables",
-    **dict.fromkeys(("Tiles", "tiles"), "masks.tiles"),
+    "select_blocks": "sparsity.tables",
+    **dict.fromkeys(("Tiles", "tiles"), "sparsity.tiles"),
     # for rings, of others
     "virtual_gpu": "testing.gpu.device",
     # for the core, of rings
-    **dict.fromkeys(("explain_graph", "explain_refusals"), "planner.explain"),
-    **dict.fromkeys(("explain_plan", "show_plan"), "plan.explained"),
-    **dict.fromkeys(("picture", "picture_html", "telling_size"), "masks.pictures"),
-    "picture_masks": "ir.pictures",
-    **dict.fromkeys(("failed_checks", "lower_checked", "check_notes"), "planner.self_check"),
-    "choose_fastest": "planner.tuning",
+    **dict.fromkeys(("explain_graph", "explain_refusals"), "instruments.explain"),
+    **dict.fromkeys(("explain_plan", "show_plan"), "plan.extras.explained"),
+    **dict.fromkeys(
+        ("picture", "picture_html", "picture_masks", "telling_size"), "instruments.pictures"
+    ),
+    **dict.fromkeys(("failed_checks", "lower_checked", "check_notes"), "measuring.self_check"),
+    "choose_fastest": "measuring.tuning",
     "record_weights": "lowering.cpu.math",
     # for the core, of the core: planning, which nothing needs before the first plan
     **dict.fromkeys(("plan_graph", "plan_simplified"), "plan.building"),

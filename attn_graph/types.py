@@ -9,11 +9,11 @@ from attn_graph.machine.torch_switches import Precision
 from attn_graph.rings import find
 
 if TYPE_CHECKING:
-    from attn_graph.masks.tiles import Tiles
+    from attn_graph.instruments.explanation import Explanation, Refusal
     from attn_graph.mesh.results import Outlook, ShardedPlan
     from attn_graph.mesh.sharded import Sharded
     from attn_graph.planner.cost import Cost, Work
-    from attn_graph.planner.explanation import Explanation, Refusal
+    from attn_graph.sparsity.tiles import Tiles
 
 __all__ = [
     "CacheInfo",

@@ -18,11 +18,11 @@ from attrs import evolve, field, frozen
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import training_gradient
+from attn_graph.ir.transforms.vjp import training_gradient
 from attn_graph.lowering.rates import read_rates
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import choose, format_rough, price_all
-from attn_graph.planner.views import core_of
+from attn_graph.planner.forms.views import core_of
 from docs.generate.pages import table
 
 GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090")

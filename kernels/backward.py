@@ -7,7 +7,7 @@ dq = scale ds k, dk = scale ds^T q. `attn_graph.ir.attention` has the derivation
 In a direction, the tangents of these instead, with a `t` before each tangent:
 tdp = (tdo v^T + do tv^T) z, tdelta = sum_e (tdo o + do to) - tdlse, tp and tds as of
 kernels/scores.py, tdq = scale (tds k + ds tk), tdk = scale (tds^T q + ds^T tq) and
-tdv = (tp z)^T do + (p z)^T tdo. `attn_graph.ir.tangents` has the derivation.
+tdv = (tp z)^T do + (p z)^T tdo. `attn_graph.ir.transforms.tangents` has the derivation.
 """
 
 import triton

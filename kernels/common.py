@@ -489,7 +489,7 @@ def dropout_keeps_tile(
     seed_ptr, offset_ptr, b, h, H, first_row, first_key, threshold, origin,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """z [BLOCK_M,BLOCK_N], true where dropout keeps: the bits of `attn_graph.ir.philox`.
+    """z [BLOCK_M,BLOCK_N], true where dropout keeps: the bits of `attn_graph.machine.philox`.
 
     origin: of a part, where its first batch entry, head, row and key lie in the whole, the whole's
     H, and after how many batch entries draws repeat; or None. The key is a multiple of 4.
@@ -512,7 +512,7 @@ def dropout_keeps_tile(
 
 @triton.jit
 def philox(seed, c0, c1, c2, c3):
-    """Ten rounds of Philox 4x32 on counters of four words; see `attn_graph.ir.philox`."""
+    """Ten rounds of Philox 4x32 on counters of four words; see `attn_graph.machine.philox`."""
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57

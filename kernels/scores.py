@@ -1,6 +1,7 @@
 """The weights of a tile of scores and the gradients of these, and the tangents of all of them.
 
-With the letters of `attn_graph.ir.tangents`, a `t` before each tangent, mu = tlse and u = ts - mu:
+With the letters of `attn_graph.ir.transforms.tangents`, a `t` before each tangent, mu = tlse and
+u = ts - mu:
 tp = p u, tds = p u (dp - delta) + p (tdp - tdelta), and back through the modifiers, with their
 curvature. Kernels that push tangents through are given these; in others they are None.
 """

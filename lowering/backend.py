@@ -16,7 +16,7 @@ from attrs.converters import optional
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import output_specs
-from attn_graph.ir.vjp import output_names
+from attn_graph.ir.transforms.vjp import output_names
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target

@@ -8,7 +8,7 @@ from typing import Any, final
 from attrs import field, frozen
 
 from attn_graph.ir.graph import Graph, check_graph
-from attn_graph.ir.vjp import training_gradient
+from attn_graph.ir.transforms.vjp import training_gradient
 from attn_graph.lowering.problem import Problem, find_problem
 from attn_graph.machine.cache import Remembers, remember
 

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.scaling import Quantise
+from attn_graph.ir.storage.scaling import Quantise
 from attn_graph.lowering.backend import Executable
 from attn_graph.machine.sizes import format_bytes
 

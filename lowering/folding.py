@@ -14,11 +14,11 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import Reason
-from attn_graph.ir.binding import bind_graph
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import UNPLACED, Modifier
-from attn_graph.ir.vjp import residuals
+from attn_graph.ir.transforms.binding import bind_graph
+from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.problem import Problem

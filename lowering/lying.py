@@ -18,9 +18,17 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import value_spec
-from attn_graph.ir.packed import LEAVES, LENGTHS, PLACES, STARTS, Packed, and_parts, full_sides
-from attn_graph.ir.packing import row_count
-from attn_graph.ir.scaling import (
+from attn_graph.ir.storage.packed import (
+    LEAVES,
+    LENGTHS,
+    PLACES,
+    STARTS,
+    Packed,
+    and_parts,
+    full_sides,
+)
+from attn_graph.ir.storage.packing import row_count
+from attn_graph.ir.storage.scaling import (
     KEY_SCALES,
     O_SCALE,
     SCALES,

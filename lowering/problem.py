@@ -12,8 +12,8 @@ from attrs import frozen
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.layouts import value_spec
-from attn_graph.ir.packing import Lengths
-from attn_graph.ir.scaling import Dequantise, stands_in
+from attn_graph.ir.storage.packing import Lengths
+from attn_graph.ir.storage.scaling import Dequantise, stands_in
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
 from attn_graph.spec import (

@@ -10,9 +10,9 @@ from attn_graph.errors import DEVICE, Reason
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Bias, Modifier
-from attn_graph.ir.packing import Pack, Unpack
-from attn_graph.ir.paging import SumPages, Unpage
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.storage.packing import Pack, Unpack
+from attn_graph.ir.storage.paging import SumPages, Unpage
+from attn_graph.ir.storage.scaling import Dequantise
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.target import Target
 from attn_graph.masks.canonical import CAUSAL

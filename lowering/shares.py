@@ -25,15 +25,15 @@ from attrs import frozen
 from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.fused import Fused
-from attn_graph.ir.gradient_ops import WeighT
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packing import Lengths, row_count
-from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.ir.storage.packing import Lengths, row_count
+from attn_graph.ir.transforms.gradient_ops import WeighT
+from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.problem import operand_specs
 from attn_graph.machine.cache import remember
 from attn_graph.masks import Mask
-from attn_graph.masks.tiles import Coverage, Sizes, count_pairs
+from attn_graph.sparsity.tiles import Coverage, Sizes, count_pairs
 from attn_graph.spec import TensorSpec, ValueType
 
 Tensors = Mapping[str, torch.Tensor]

@@ -7,9 +7,9 @@ from typing import Any
 from attrs import evolve
 
 from attn_graph.ir.graph import Graph, Input
-from attn_graph.ir.packed import PLACES, TOTALS
-from attn_graph.ir.packing import row_count
-from attn_graph.ir.scaling import Dequantise, Quantise, neighbours
+from attn_graph.ir.storage.packed import PLACES, TOTALS
+from attn_graph.ir.storage.packing import row_count
+from attn_graph.ir.storage.scaling import Dequantise, Quantise, neighbours
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import TensorSpec
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from attn_graph.rings import RINGS, ring_of
 from tests.support.sources import ROOT, tree_of
@@ -12,6 +13,7 @@ from tests.test_rings import inward
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FOLDERS = (ROOT, ROOT / "attn_graph")  # where paths on the page begin
 DOORS = 6
+MOST_LINES = 9000  # of the core: who knows PyTorch reads it in an hour
 
 
 def rows(title: str) -> Iterator[list[str]]:
@@ -32,6 +34,34 @@ def test_every_door_is_defined_where_the_page_says() -> None:
     for path, name in doors:
         home = next(folder / path for folder in FOLDERS if (folder / path).is_file())
         assert name in {getattr(node, "name", "") for node in tree_of(home).body}, (path, name)
+
+
+def core() -> dict[Path, tuple[set[str], set[str]]]:
+    """Folder of the core -> the names of its files and of its shelves, as the page has them."""
+    return {
+        ROOT / "attn_graph" / quoted(folder)[0]: ({*quoted(files)}, {*quoted(shelves)})
+        for folder, files, shelves in rows("Core")
+    }
+
+
+def test_the_core_is_the_folders_that_the_page_shows() -> None:
+    for folder, (files, shelves) in core().items():
+        if folder == ROOT / "attn_graph":
+            assert files <= {path.stem for path in folder.glob("*.py")}
+        else:
+            inside = {path.stem for path in folder.glob("*.py")}
+            assert files - {"__init__"} == inside - {"__init__"}, folder
+            assert shelves == {path.parent.name for path in folder.glob("*/__init__.py")}, folder
+
+
+def test_the_core_reads_in_an_hour() -> None:
+    lines = [
+        line
+        for folder, (files, _) in core().items()
+        for name in {*files, *([] if folder == ROOT / "attn_graph" else ["__init__"])}
+        for line in (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    ]
+    assert 0 < len(lines) <= MOST_LINES
 
 
 def test_the_rings_are_those_of_the_table_of_names() -> None:

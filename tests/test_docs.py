@@ -89,7 +89,7 @@ def test_every_public_name_has_an_example() -> None:
     tests = {f"testing.{name}" for name in testing.__all__ if name != "seeds"}
     functions = {f"nn.functional.{name}" for name in ag.nn.functional.__all__}
     others = {"nn.ops.introduce", "seeds"}  # seeds is a value, which is shown by its name
-    others |= {"nn.Attention", "nn.MultiheadAttention", "nn.report.Report"}
+    others |= {"nn.Attention", "nn.MultiheadAttention", "layers.report.Report"}
     others |= {"nn.flash.register_flash_attention"}
     others |= {"nn.append_to_pages", "nn.varlen_attn", "nn.varlen_attn_out"}
     others |= {f"testing.gpu.{name}" for name in gpu.__all__}

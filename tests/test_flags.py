@@ -13,8 +13,8 @@ import torch
 import attn_graph as ag
 from attn_graph import nn
 from attn_graph.ir.attention import Attention
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.views import VIEW_OPS
+from attn_graph.ir.storage.packed import Packed
+from attn_graph.ir.storage.views import VIEW_OPS
 from attn_graph.nn import functional as F
 
 X = ag.TensorSpec((2, 2, 4, 8), torch.float32)

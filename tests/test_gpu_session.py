@@ -23,8 +23,8 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import training_gradient
-from attn_graph.planner.self_check import Proof
+from attn_graph.ir.transforms.vjp import training_gradient
+from attn_graph.measuring.self_check import Proof
 from benchmarks.gpu import cases, checks, frontend, results, session, tables, tools, wheels
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.device import Gpu

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph import nn
 from attn_graph.machine.store import Unfit
+from attn_graph.measuring.self_check import read_proof
+from attn_graph.measuring.tuning import read_figures
 from attn_graph.nn import functional as F
-from attn_graph.planner.content import write_call
-from attn_graph.planner.self_check import read_proof
-from attn_graph.planner.tuning import read_figures
+from attn_graph.planner.forms.content import write_call
 from tests.support.command_line import run
 
 Q, ROWS = torch.randn(1, 2, 6, 8), torch.randn(6, 2, 8)

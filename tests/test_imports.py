@@ -61,7 +61,7 @@ assert sys.modules.keys().isdisjoint(("hypothesis", "attn_graph.printing.html"))
 assert not gpus.devices.cache_info().currsize, "the table of GPUs is read"
 assert not [*torch_switches.read_switches().changed()], "of an untouched PyTorch"
 
-from attn_graph.ir.tracing import trace_along
+from attn_graph.ir.transforms.tracing import trace_along
 
 trace_along(torch.sin, torch.zeros(1), torch.ones(1))
 """

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.masks.pictures import MOST_MARKS, kinds, telling_size
+from attn_graph.instruments.pictures import MOST_MARKS, kinds, telling_size
 from attn_graph.printing import html
 from tests.support.html import Reader
 

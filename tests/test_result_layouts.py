@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import attn_graph as ag
 from attn_graph.ir.layouts import output_specs
-from attn_graph.ir.vjp import output_names
+from attn_graph.ir.transforms.vjp import output_names
 from attn_graph.spec import QUANTISED, dense_like, dense_strides
 from attn_graph.testing.agreement import as_leaves, run_plan
 from attn_graph.testing.strategies import (

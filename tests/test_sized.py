@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.binding import bind_graph, replace_sizes
 from attn_graph.ir.graph import Input
+from attn_graph.ir.transforms.binding import bind_graph, replace_sizes
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan
 from attn_graph.testing.strategies import seeds
 from attn_graph.testing.tensors import tensors_for

@@ -17,7 +17,7 @@ import attn_graph as ag
 from attn_graph import testing
 from attn_graph.extend import BACKENDS, Backend, Executable, Options, Place, sole
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.ir.relative import MODIFIERS, RelativeBias
+from attn_graph.ir.terms.relative import MODIFIERS, RelativeBias
 from attn_graph.lowering.cpu.math import BACKEND as MATH
 from attn_graph.lowering.request import Request
 from attn_graph.masks import LEAVES, Band

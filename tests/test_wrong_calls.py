@@ -19,11 +19,11 @@ import attn_graph as ag
 from attn_graph.extend import Place, Store
 from attn_graph.ir.arguments import EXTRA
 from attn_graph.ir.inputs import scale_fault
-from attn_graph.ir.scaling import scales_fit
+from attn_graph.ir.storage.scaling import scales_fit
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from attn_graph.planner.arguments import DEFAULTS
-from attn_graph.spec.words import LIBRARIES, SAID, nearest, use
-from attn_graph.spec.words import OPTIONS as OPTION_WORDS
+from attn_graph.printing.words import LIBRARIES, SAID, nearest, use
+from attn_graph.printing.words import OPTIONS as OPTION_WORDS
 from tests.support.sources import ROOT
 from tests.support.wrong_calls import WRONG as GATHERED
 

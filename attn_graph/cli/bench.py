@@ -32,8 +32,8 @@ from attn_graph.cli.output import (
 )
 from attn_graph.cli.timings import Bench, Figure, measure_graph
 from attn_graph.errors import refusal_lines
+from attn_graph.instruments.pictures import draw_bars, draw_roofline
 from attn_graph.machine.sizes import format_bytes
-from attn_graph.masks.pictures import draw_bars, draw_roofline
 from attn_graph.planner.cost import format_scaled
 from attn_graph.spec import NAMES
 

@@ -25,7 +25,7 @@ from attn_graph.cli.output import (
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Entry, read_json
-from attn_graph.planner.self_check import describe_check
+from attn_graph.measuring.self_check import describe_check
 
 LONGEST = 100  # characters shown of a key of an unknown kind
 UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}

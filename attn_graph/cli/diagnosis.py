@@ -16,6 +16,7 @@ import torch
 from attrs import asdict, evolve, field, frozen
 
 import attn_graph as ag
+from attn_graph.instruments.remedies import Question
 from attn_graph.lowering.backend import Backend
 from attn_graph.lowering.cudnn.backend import BACKEND as CUDNN
 from attn_graph.lowering.cudnn.offline import compiler, has_driver
@@ -24,8 +25,7 @@ from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.target import FRONTEND, LIBRARIES, local_devices
 from attn_graph.machine.torch_switches import Switches, read_switches
-from attn_graph.planner.remedies import Question
-from attn_graph.planner.self_check import describe_check, stored_proofs
+from attn_graph.measuring.self_check import describe_check, stored_proofs
 from attn_graph.spec import DTYPES
 
 MODULES = {"triton": "triton", FRONTEND: "cudnn"}  # of which library, imported so

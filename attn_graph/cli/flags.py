@@ -12,7 +12,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.ir.arguments import ADDENDS, ARGUMENTS
-from attn_graph.ir.parse import parse_mask
+from attn_graph.ir.transforms.parse import parse_mask
 from attn_graph.masks import Mask, needs_of
 from attn_graph.spec import DTYPES, FLOATS, NAMES, QUANTISED
 

@@ -16,7 +16,7 @@ from attn_graph.cli.explain import explain_command
 from attn_graph.cli.fit import fit
 from attn_graph.cli.mask import mask
 from attn_graph.cli.output import INTERRUPTED, UNREAD, epilog
-from attn_graph.spec.words import nearest
+from attn_graph.printing.words import nearest
 
 HELP = """What will attention do on a machine, why, and at what cost?
 

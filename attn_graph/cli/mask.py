@@ -19,7 +19,7 @@ from attn_graph.cli.output import (
     show_json,
     show_text,
 )
-from attn_graph.masks.pictures import draw_mask, picture
+from attn_graph.instruments.pictures import draw_mask, picture
 
 
 @click.command(

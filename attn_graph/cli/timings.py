@@ -9,12 +9,12 @@ import torch
 from attrs import asdict, frozen
 
 import attn_graph as ag
-from attn_graph.ir.vjp import main_outputs
+from attn_graph.ir.transforms.vjp import main_outputs
 from attn_graph.lowering.shares import mask_sources
-from attn_graph.machine.timing import Job, add_medians
+from attn_graph.measuring.timing import Job, add_medians
+from attn_graph.measuring.tuning import examples
 from attn_graph.plan import Plan
 from attn_graph.planner.cost import cost
-from attn_graph.planner.tuning import examples
 
 Pass = Literal["forward", "backward"]
 Tensors = Sequence[torch.Tensor]

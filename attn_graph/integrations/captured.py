@@ -14,9 +14,9 @@ from attrs import define, evolve, field
 from torch import fx
 
 from attn_graph.integrations.terms import BLOCKS_OF, Element, Index, Real, Unread
+from attn_graph.ir.terms.formulas import AXES, simplify_text
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, QueryLengths, SameSegment
 from attn_graph.masks.canonical import MIRRORED, coefficients
-from attn_graph.masks.formulas import AXES, simplify_text
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.spec import INF, INTEGERS
 

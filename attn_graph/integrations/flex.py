@@ -43,9 +43,9 @@ from attn_graph.integrations.terms import (
     is_number,
 )
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier
+from attn_graph.ir.terms.formulas import AXES, simplify_text
 from attn_graph.masks import And, Mask, Or
 from attn_graph.masks.canonical import MIRRORED, as_mask, join_simply
-from attn_graph.masks.formulas import AXES, simplify_text
 
 Sizes = Sequence[int | None]
 

@@ -8,12 +8,12 @@ from typing import Any, Literal, final
 
 from attrs import asdict, frozen
 
+from attn_graph.instruments.explanation import Explanation, attention_masks
 from attn_graph.ir.graph import Graph
 from attn_graph.machine.sizes import Memory, format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.mesh.results import Outlook
 from attn_graph.planner.cost import format_scaled
-from attn_graph.planner.explanation import Explanation, attention_masks
 from attn_graph.spec import NAMES
 
 Phase = Literal["decode", "prefill", "train"]

@@ -21,7 +21,7 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.attention import Attention, Operands
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier, SoftCap
-from attn_graph.ir.packed import and_parts
+from attn_graph.ir.storage.packed import and_parts
 from attn_graph.masks import And, Band, Causal, KeyLengths, Mask, Window, join_masks, needs_of
 from attn_graph.masks.places import Place
 from attn_graph.nn.decomposition import absent_keys, decompose, read_graph

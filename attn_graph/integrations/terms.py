@@ -16,8 +16,17 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.modifiers import Modifier, SoftCap
+from attn_graph.ir.terms.addends import Addend, Factor
+from attn_graph.ir.terms.formulas import (
+    AXES,
+    FUNCTIONS,
+    METHODS,
+    Elements,
+    Formula,
+    evaluate_formula,
+    simplify_text,
+)
 from attn_graph.masks import And, Causal, Mask, Not, Or, Prefix, Window
 from attn_graph.masks.canonical import (
     POSITIONS,
@@ -28,15 +37,6 @@ from attn_graph.masks.canonical import (
     coefficients,
     combine_masks,
     negate,
-)
-from attn_graph.masks.formulas import (
-    AXES,
-    FUNCTIONS,
-    METHODS,
-    Elements,
-    Formula,
-    evaluate_formula,
-    simplify_text,
 )
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.masks.places import Untraceable

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attn_graph.compiler import explain
 from attn_graph.errors import GraphError, show
+from attn_graph.instruments.explanation import Explanation
 from attn_graph.integrations.model_figures import (
     Division,
     LayerKind,
@@ -43,9 +44,8 @@ from attn_graph.mesh.results import Outlook
 from attn_graph.mesh.sharding import shard
 from attn_graph.nn.calls import Options, make_graph, named_options
 from attn_graph.planner.choose import price_all
-from attn_graph.planner.explanation import Explanation
+from attn_graph.printing.words import nearest
 from attn_graph.spec import TensorSpec
-from attn_graph.spec.words import nearest
 
 NAME = "attn_graph"
 MOST_ANSWERS = 40  # of one search; a size that grows evenly takes four

@@ -13,9 +13,9 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.ir.terms.formulas import Formula
 from attn_graph.masks import Align, Mask, SameSegment
 from attn_graph.masks.canonical import diagonal_mask
-from attn_graph.masks.formulas import Formula
 
 Tensors = dict[str, torch.Tensor]
 Bias = Any  # a tensor, or a value of one of xformers' classes

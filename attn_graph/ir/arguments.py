@@ -15,7 +15,7 @@ from attn_graph import masks
 from attn_graph.errors import ArgumentError, GraphError, problems_of, show
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Bias, Modifier, SoftCap
-from attn_graph.ir.scaling import KEY_SCALES, NARROW, O_SCALE, PAIRS, SCALES
+from attn_graph.ir.storage.scaling import KEY_SCALES, NARROW, O_SCALE, PAIRS, SCALES
 from attn_graph.machine.tensors import SEEDS, STARTS
 from attn_graph.printing.text import show_value
 from attn_graph.spec import FLOATS, IN_PAIRS, QUANTISED, TensorSpec, ValueType

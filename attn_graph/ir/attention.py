@@ -12,16 +12,8 @@ from attrs import evolve, field, frozen
 from attn_graph import masks
 from attn_graph.errors import GraphError, show
 from attn_graph.ir import ops
-from attn_graph.ir.checks import require_finite
 from attn_graph.ir.fused import Fused, Role, mark_flagged, misfits, select_flagged
-from attn_graph.ir.gradient_ops import (
-    WeighT,
-    run_traced,
-    sink_gradient,
-    weigh_again,
-    weigh_rows,
-)
-from attn_graph.ir.graph import Emit, Gradients, Op, Values
+from attn_graph.ir.graph import Emit, Gradients, Op, Values, require_finite
 from attn_graph.ir.modifiers import (
     Back,
     Bias,
@@ -29,6 +21,13 @@ from attn_graph.ir.modifiers import (
     Modifier,
     SoftCap,
     find_restores,
+)
+from attn_graph.ir.transforms.gradient_ops import (
+    WeighT,
+    run_traced,
+    sink_gradient,
+    weigh_again,
+    weigh_rows,
 )
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF, ValueType, to_number
@@ -262,7 +261,7 @@ class Attention(Fused):
         return tuple(next(made) if wanted else None for wanted in self.trains)
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
-        from attn_graph.ir.tangents import push_attention  # which imports this module
+        from attn_graph.ir.transforms.tangents import push_attention  # which imports this module
 
         last = push_attention(self, emit, operands, tangents)[-2:]
         moved: dict[str, Any] = dict(zip(SAVED, last, strict=False))  # Any: values
@@ -387,7 +386,7 @@ class AttentionGrad(Fused):
 
         The second derivative is symmetric. o and lse move with q, k and v: they have no gradient.
         """
-        from attn_graph.ir.tangents import AttentionJvp, present, push_attention, some
+        from attn_graph.ir.transforms.tangents import AttentionJvp, present, push_attention, some
 
         if self.attention.keeps:
             again = self.read_again(emit, operands)
@@ -405,7 +404,7 @@ class AttentionGrad(Fused):
 
     def push(self, emit: Emit, operands: Values, results: Values, tangents: Values) -> Gradients:
         """o and lse move with q, k and v: their tangents are operands, or computed."""
-        from attn_graph.ir.tangents import AttentionJvp, present, push_attention, some
+        from attn_graph.ir.transforms.tangents import AttentionJvp, present, push_attention, some
 
         if self.attention.keeps:
             *moves, _, tdo = tangents

@@ -38,22 +38,22 @@ from attn_graph.ir.arguments import (
 from attn_graph.ir.graph import Eqn, Graph, Input, Op
 from attn_graph.ir.inputs import count_read, find_needs, input_problems, rank_problems
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.packed_inputs import (
+from attn_graph.ir.storage.packed_inputs import (
     Sequences,
     alignment_problems,
     find_packed_sides,
     two_sizes,
 )
-from attn_graph.ir.paging import Unpage
-from attn_graph.ir.scaling import O_SCALE, PAIRS, Dequantise, Quantise
-from attn_graph.ir.views import Leading
+from attn_graph.ir.storage.paging import Unpage
+from attn_graph.ir.storage.scaling import O_SCALE, PAIRS, Dequantise, Quantise
+from attn_graph.ir.storage.views import Leading
 from attn_graph.machine.imports import require_imports
 from attn_graph.masks import Align
 from attn_graph.masks.joins import leaves
+from attn_graph.printing.words import NO_TENSOR, unknown_argument
 from attn_graph.rings import find
 from attn_graph.spec import TensorSpec, ValueType
 from attn_graph.spec.dims import is_plain_name
-from attn_graph.spec.words import NO_TENSOR, unknown_argument
 
 T = TypeVar("T")
 
@@ -485,7 +485,7 @@ def store_results(
 
 
 def declare_outputs(graph: Graph, outputs: Mapping[str, TensorSpec | str] | None) -> Graph:
-    from attn_graph.ir.vjp import lay_out  # which imports this module
+    from attn_graph.ir.transforms.vjp import lay_out  # which imports this module
 
     return graph if outputs is None else lay_out(graph, outputs)
 

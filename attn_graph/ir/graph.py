@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -9,12 +10,12 @@ from itertools import accumulate, pairwise, starmap
 from typing import Any, ClassVar, Never, NoReturn, TypeVar, final
 
 import torch
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from attn_graph.errors import ArgumentError, Declared, GraphError, asks_for_attrs, show
 from attn_graph.printing.text import show_call, show_fields
 from attn_graph.rings import find
-from attn_graph.spec import FLOATS, TensorSpec, ValueType
+from attn_graph.spec import FLOATS, INF, NAMES, TensorSpec, ValueType, is_differentiated
 from attn_graph.spec.dims import Dim, NamedSize
 
 T = TypeVar("T")
@@ -365,7 +366,7 @@ class Graph:
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, and the tiles of each mask before any data."""
-        from attn_graph.ir.binding import largest, replace_sizes
+        from attn_graph.ir.transforms.binding import largest, replace_sizes
         from attn_graph.printing import html
 
         pictures = find("picture_masks")(replace_sizes(self, largest(self)))
@@ -404,3 +405,50 @@ def unused_names(wanted: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
         free = next(t for t in tries if t not in used)
         used.add(free)
         yield free
+
+
+WAYS_OUT = {  # by field or option: for a tensor under differentiation
+    "scale": "multiply q by it, and pass scale=1.0",
+    "cap": "let a modifier of your own read it",
+    "rate": "drop elements of p in a step of your own",
+}
+
+
+ARGUMENTS = {"cap": "soft_cap", "rate": "dropout"}  # of attention, by field
+
+
+def require_constant(name: str, value: object) -> None:
+    """Raise GraphError for a tensor under differentiation: its gradient would be lost."""
+    if is_differentiated(value):
+        own = ARGUMENTS.get(name, name)
+        raise GraphError(
+            f"{own} is a tensor under differentiation, but numbers of a graph have no gradient; "
+            f"{WAYS_OUT[name]}, or pass float({own}) if none is wanted"
+        )
+
+
+def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
+    """A validator. Raises GraphError unless it is a positive, finite number."""
+    require_constant(attribute.name, value)
+    if not (isinstance(value, float) and 0 < value < INF):
+        name = ARGUMENTS.get(attribute.name, attribute.name)
+        off = f"; write {name}=None for none" if isinstance(value, float) and value == 0 else ""
+        raise GraphError(f"{name} {show(value)} must be a positive, finite number{off}")
+
+
+def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
+    """A validator. Raises GraphError unless it is a finite number."""
+    require_constant(attribute.name, value)
+    if not (isinstance(value, float) and math.isfinite(value)):
+        raise GraphError(f"{attribute.name} {show(value)} must be a finite number")
+
+
+def range_problem(value: float, dtype: torch.dtype) -> str:
+    """Why a number is too large for scores of a dtype; "" if it is not.
+
+    Kernels also use its inverse and log2(e) times it; these must be normal numbers too.
+    """
+    most = 2.0**1022 if dtype == torch.float64 else 2.0**126
+    if abs(value) <= most:
+        return ""
+    return f"{value:g} is beyond {most:.3g}, the limit for scores of {NAMES[dtype]}"

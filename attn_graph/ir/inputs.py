@@ -14,8 +14,8 @@ from attn_graph import masks
 from attn_graph.ir.arguments import ADDENDS, ARGUMENTS, PACKED, add_axes, pool_problems
 from attn_graph.ir.graph import Op, op_name
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.packed_inputs import packed_problems
-from attn_graph.ir.scaling import (
+from attn_graph.ir.storage.packed_inputs import packed_problems
+from attn_graph.ir.storage.scaling import (
     NARROW,
     O_SCALE,
     PAIRS,

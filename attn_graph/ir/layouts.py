@@ -9,10 +9,10 @@ from attn_graph.errors import GraphError, show
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.ir.ops import Weigh
-from attn_graph.ir.packing import Pack
-from attn_graph.ir.scaling import Dequantise, Quantise
-from attn_graph.ir.sums import Add
-from attn_graph.ir.views import VIEWS
+from attn_graph.ir.storage.packing import Pack
+from attn_graph.ir.storage.scaling import Dequantise, Quantise
+from attn_graph.ir.storage.views import VIEWS
+from attn_graph.ir.transforms.sums import Add
 from attn_graph.machine.cache import remember
 from attn_graph.spec import DTYPES, NAMES, TensorSpec, dense_like, dense_strides, memory_order
 

@@ -21,10 +21,19 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.errors import GraphError, asks_for_attrs, problems_of, refuse_truth
-from attn_graph.ir.checks import range_problem, require_positive
-from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, op_name
-from attn_graph.ir.sums import add_up, apply
-from attn_graph.ir.tracing import trace_along, trace_along_data
+from attn_graph.ir.graph import (
+    Alike,
+    Emit,
+    Gradients,
+    Op,
+    Values,
+    gives,
+    op_name,
+    range_problem,
+    require_positive,
+)
+from attn_graph.ir.transforms.sums import add_up, apply
+from attn_graph.ir.transforms.tracing import trace_along, trace_along_data
 from attn_graph.masks import (
     Align,
     Data,
@@ -174,7 +183,9 @@ class Modifier(Alike):
         for (name, data), type_ in zip(self.needs.items(), given, strict=True):
             yield from data.problems(op_name(type(self)), name, type_, sizes)
         yield from problems_of(lambda: self.resolved(M, N))
-        from attn_graph.ir.promises import modifier_promise_problems  # which imports this module
+        from attn_graph.ir.terms.promises import (
+            modifier_promise_problems,  # which imports this module
+        )
 
         yield from modifier_promise_problems(self, (B, H, M, N))
 

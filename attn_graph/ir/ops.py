@@ -11,18 +11,29 @@ from attrs import field, frozen
 
 from attn_graph import masks
 from attn_graph.errors import GraphError, problems_of, show
-from attn_graph.ir.checks import range_problem, require_constant, require_finite
-from attn_graph.ir.gradient_ops import (
+from attn_graph.ir.graph import (
+    Alike,
+    Emit,
+    Gradients,
+    Op,
+    Values,
+    gives,
+    range_problem,
+    require_constant,
+    require_finite,
+    takes,
+    with_values,
+)
+from attn_graph.ir.terms.promises import leaf_promise_problems
+from attn_graph.ir.transforms.gradient_ops import (
     SinkGrad,
     SoftmaxGrad,
     SoftmaxJvp,
     Unmasked,
     WeighT,
 )
-from attn_graph.ir.graph import Alike, Emit, Gradients, Op, Values, gives, takes, with_values
-from attn_graph.ir.philox import ROOMS, WORDS, counters, draw_, place_in_whole
-from attn_graph.ir.promises import leaf_promise_problems
-from attn_graph.ir.sums import Linear, Zeros, add_up, apply
+from attn_graph.ir.transforms.sums import Linear, Zeros, add_up, apply
+from attn_graph.machine.philox import ROOMS, WORDS, counters, draw_, place_in_whole
 from attn_graph.masks.canonical import canonical_mask
 from attn_graph.masks.joins import reading_problems
 from attn_graph.masks.places import Place

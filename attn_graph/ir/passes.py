@@ -12,15 +12,15 @@ from attrs import define, evolve, frozen
 
 from attn_graph import masks
 from attn_graph.ir import ops
-from attn_graph.ir.addends import Factor
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.packed_fusing import fuse_packed
 from attn_graph.ir.rewrite import Copy, replay
-from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.ir.storage.packed import Packed
+from attn_graph.ir.storage.packed_fusing import fuse_packed
+from attn_graph.ir.terms.addends import Factor
+from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.masks.canonical import canonical_mask
 
 

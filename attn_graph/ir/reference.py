@@ -10,11 +10,10 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import GraphError, PlanMismatchError, binds, show
-from attn_graph.ir.binding import replace_sizes
 from attn_graph.ir.graph import Emit, Graph, Op, Values, check_graph
 from attn_graph.ir.ops import Softmax
 from attn_graph.ir.rewrite import replay
-from attn_graph.ir.scaling import (
+from attn_graph.ir.storage.scaling import (
     Quantise,
     round_weights,
     saturate,
@@ -22,6 +21,7 @@ from attn_graph.ir.scaling import (
     to_eight,
     weights_dtype,
 )
+from attn_graph.ir.transforms.binding import replace_sizes
 from attn_graph.machine.ambient import plain_ops_on
 from attn_graph.machine.fitting import read_sizes
 from attn_graph.spec import FLOATS, HALF, INF, QUANTISED, TensorSpec, layout_problem

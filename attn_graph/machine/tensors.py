@@ -11,8 +11,8 @@ import torch
 
 from attn_graph.errors import DECLARED, PlanMismatchError, PlanTargetError, show
 from attn_graph.machine.target import Target
+from attn_graph.printing.words import SAID, own_name, use
 from attn_graph.spec import LAYOUTS, NAMES, TensorSpec, cast_code, layout_problem
-from attn_graph.spec.words import SAID, own_name, use
 
 ROOM = "out "  # before the name of a result, for a tensor of `out`
 SEEDS = ("seed", "offset")  # inputs that dropout= adds

@@ -10,9 +10,9 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.attention import Attention
-from attn_graph.ir.boxes import Piece, cut_feed
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.transforms.boxes import Piece, cut_feed
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.plan import Plan

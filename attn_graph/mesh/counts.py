@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
+from attn_graph.ir.transforms.moving import WHOLE, Box, cut_data
 from attn_graph.masks import Mask
-from attn_graph.masks.layers import MOST_POINTS, Kept, list_layers
-from attn_graph.masks.moving import WHOLE, Box, cut_data
 from attn_graph.masks.places import Block, Keys, join_intervals
-from attn_graph.masks.regions import Edge, Layer, Run
-from attn_graph.masks.tiles import bounds, check_tensors, count_pairs
 from attn_graph.mesh.sharded import Sharded, common, shift
+from attn_graph.sparsity.layers import MOST_POINTS, Kept, list_layers
+from attn_graph.sparsity.regions import Edge, Layer, Run
+from attn_graph.sparsity.tiles import bounds, check_tensors, count_pairs
 
 
 def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:

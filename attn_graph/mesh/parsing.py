@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from attn_graph.errors import GraphError
-from attn_graph.ir.parse import Parser, errors_at_line, graph_parser, literal_value, read_syntax
+from attn_graph.ir.transforms.parse import (
+    Parser,
+    errors_at_line,
+    graph_parser,
+    literal_value,
+    read_syntax,
+)
 from attn_graph.mesh.layout import Mesh
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.sharding import shard

@@ -14,7 +14,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import GraphError, PlanMismatchError, show
-from attn_graph.ir.gradient_ops import clear_blind_rows
+from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import (
     has_tangent,

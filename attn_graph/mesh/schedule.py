@@ -11,7 +11,7 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.masks.moving import Box
+from attn_graph.ir.transforms.moving import Box
 from attn_graph.masks.places import Keys, join_intervals
 from attn_graph.mesh.counts import find_seen
 from attn_graph.mesh.layout import Ranges

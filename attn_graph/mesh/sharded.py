@@ -14,16 +14,16 @@ from attrs import evolve, field, frozen
 from attn_graph.compiler import Compilable
 from attn_graph.errors import GraphError
 from attn_graph.ir.attention import Attention
-from attn_graph.ir.boxes import Piece, move_attention
 from attn_graph.ir.fused import Fused
 from attn_graph.ir.graph import Eqn, Graph
-from attn_graph.ir.packed import TOTALS, Packed, packed_sides
-from attn_graph.ir.packing import Lengths, list_sequences
-from attn_graph.ir.philox import WORDS
+from attn_graph.ir.storage.packed import TOTALS, Packed, packed_sides
+from attn_graph.ir.storage.packing import Lengths, list_sequences
+from attn_graph.ir.transforms.boxes import Piece, move_attention
+from attn_graph.ir.transforms.moving import Box
 from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import Remembers
+from attn_graph.machine.philox import WORDS
 from attn_graph.machine.target import Target
-from attn_graph.masks.moving import Box
 from attn_graph.mesh.layout import (
     SEQUENCES,
     Holding,

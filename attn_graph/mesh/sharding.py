@@ -10,20 +10,20 @@ from attrs import evolve
 
 from attn_graph.errors import GraphError, PlanMismatchError, binds, show
 from attn_graph.ir.attention import Attention
-from attn_graph.ir.binding import require_numbers
-from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph, check_graph, op_name
-from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import require_no_layouts
+from attn_graph.ir.storage.data_checks import check_data
+from attn_graph.ir.storage.packing import Lengths
+from attn_graph.ir.transforms.binding import require_numbers
+from attn_graph.ir.transforms.moving import Box
+from attn_graph.ir.transforms.vjp import require_no_layouts
 from attn_graph.machine.tensors import is_distributed
-from attn_graph.masks.moving import Box
-from attn_graph.masks.tiles import check_tensors
 from attn_graph.mesh.layout import SEQUENCES, Mesh, Method, Placement
 from attn_graph.mesh.placing import place_ranks
 from attn_graph.mesh.sharded import Known, Sharded, starts_of
 from attn_graph.mesh.traffic import heads_problem, sum_bytes
-from attn_graph.spec.words import own_name
+from attn_graph.printing.words import own_name
+from attn_graph.sparsity.tiles import check_tensors
 
 
 @binds()

@@ -11,17 +11,17 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from attn_graph.ir.attention import Attention
-from attn_graph.ir.boxes import Feed, Piece
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LENGTHS, STARTS, Packed, and_parts
-from attn_graph.ir.packing import Lengths, heads_first
+from attn_graph.ir.storage.packed import LENGTHS, STARTS, Packed, and_parts
+from attn_graph.ir.storage.packing import Lengths, heads_first
+from attn_graph.ir.transforms.boxes import Feed, Piece
+from attn_graph.ir.transforms.moving import Box
 from attn_graph.lowering.request import Request
 from attn_graph.machine.cache import CAPACITY
 from attn_graph.machine.likeness import look_at
 from attn_graph.masks import And, KeyLengths, QueryLengths, join_masks, needs_of
 from attn_graph.masks.canonical import canonical_mask
-from attn_graph.masks.moving import Box
 from attn_graph.mesh.exchange import Line, tag_of
 from attn_graph.mesh.layout import Holding, Ranges
 from attn_graph.mesh.schedule import Job

@@ -8,10 +8,10 @@ from typing import final
 import torch
 from attrs import field, frozen
 
-from attn_graph.ir.gradient_ops import sink_gradient
 from attn_graph.ir.ops import STATISTICS, join_statistics
+from attn_graph.ir.transforms.gradient_ops import sink_gradient
+from attn_graph.ir.transforms.moving import Box
 from attn_graph.kernels.merging import merge_, sink_
-from attn_graph.masks.moving import Box
 from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.site import Gradients, Site, take_chunks
 from attn_graph.mesh.traffic import shared_inputs

@@ -8,7 +8,7 @@ from attn_graph.nn.appending import append_to_pages  # an operator, which export
 from attn_graph.rings import find
 
 if TYPE_CHECKING:
-    from attn_graph.nn.modules import Attention, MultiheadAttention
+    from attn_graph.layers.modules import Attention, MultiheadAttention
     from attn_graph.nn.varlen import varlen_attn, varlen_attn_out
 
 LATER = ("Attention", "MultiheadAttention", "varlen_attn", "varlen_attn_out")  # at first use

@@ -15,8 +15,8 @@ from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import GraphError, PlanMismatchError, TensorError, binds, show
-from attn_graph.ir.packing import list_sequences
-from attn_graph.ir.scaling import neighbours, scales_fit, spread, to_eight
+from attn_graph.ir.storage.packing import list_sequences
+from attn_graph.ir.storage.scaling import neighbours, scales_fit, spread, to_eight
 from attn_graph.machine.ambient import has_tangent, is_traced
 from attn_graph.machine.imports import load_modules
 from attn_graph.nn.ops import KINDS, LIBRARY, NAME

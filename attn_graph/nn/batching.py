@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attn_graph.ir.arguments import ARGUMENTS
 from attn_graph.ir.layouts import has_sizes
-from attn_graph.ir.relative import counting_parts
-from attn_graph.ir.scaling import O_SCALE
+from attn_graph.ir.storage.scaling import O_SCALE
+from attn_graph.ir.terms.relative import counting_parts
 from attn_graph.nn.packed_sizes import PACKING
-from attn_graph.planner.content import CallContent, Content
+from attn_graph.planner.forms.content import CallContent, Content
 
 WHOLE = PACKING | {O_SCALE}  # inputs of calls that a longer batch would change
 

@@ -23,11 +23,10 @@ from attn_graph.errors import GraphError, TensorDtypeError, TensorError, show
 from attn_graph.ir import builder
 from attn_graph.ir.arguments import require_modifiers, take_masks
 from attn_graph.ir.builder import unknown_arguments
-from attn_graph.ir.checks import ARGUMENTS, require_constant
-from attn_graph.ir.graph import Graph
+from attn_graph.ir.graph import ARGUMENTS, Graph, require_constant
 from attn_graph.ir.inputs import find_needs, unread_dtypes
 from attn_graph.ir.layouts import has_sizes, restore_layouts
-from attn_graph.ir.scaling import O_SCALE, PAIRS, SCALES
+from attn_graph.ir.storage.scaling import O_SCALE, PAIRS, SCALES
 from attn_graph.machine.ambient import is_traced, require_untraced, teach_counters
 from attn_graph.machine.imports import require_imports
 from attn_graph.machine.likeness import NESTED
@@ -199,7 +198,7 @@ def read_number(name: str, number: object) -> float:
 
 def content_of_call(names: tuple[str, ...], *options: object) -> str:
     """The text of a call. options: as Options, floats as from `exact`."""
-    from attn_graph.planner.content import write_call
+    from attn_graph.planner.forms.content import write_call
 
     given = named_options(options)
     return write_call(names, given | {n: number_of(given[n]) for n in NUMBERS})

@@ -19,16 +19,16 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.paging import Unpage
 from attn_graph.ir.passes import fuse
-from attn_graph.ir.vjp import residuals
+from attn_graph.ir.storage.paging import Unpage
+from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.machine.ambient import neutral_state, plain_ops_on
 from attn_graph.masks import And, KeyLengths, Mask, flatten_join
 from attn_graph.masks.places import Place
 from attn_graph.nn.calls import make_graph
 from attn_graph.nn.ops import OP, example_spec, fake_attention
 from attn_graph.nn.results import names_of_inputs, require_count, restore_graph
-from attn_graph.planner.content import CallContent, read_content
+from attn_graph.planner.forms.content import CallContent, read_content
 
 Tensors = Sequence[Tensor]
 SHOULD = "can't leave for another runtime"

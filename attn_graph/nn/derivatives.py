@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from attn_graph.ir.jvp import push_graph
-from attn_graph.ir.vjp import backward, residuals, with_residuals
+from attn_graph.ir.transforms.jvp import push_graph
+from attn_graph.ir.transforms.vjp import backward, residuals, with_residuals
 from attn_graph.plan import Plan
-from attn_graph.planner.content import write_plan
+from attn_graph.planner.forms.content import write_plan
 from attn_graph.spec import TensorSpec
 
 Tensors = Sequence[Tensor]

@@ -25,8 +25,8 @@ from attn_graph.compiler import avoided, preferred
 from attn_graph.errors import GraphError, PlanMismatchError, PlanTargetError
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import output_specs, result_spec
-from attn_graph.ir.scaling import stands_in
-from attn_graph.ir.vjp import residuals
+from attn_graph.ir.storage.scaling import stands_in
+from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import flop_formulas, has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
@@ -35,13 +35,19 @@ from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.packed_sizes import serves_sizes
-from attn_graph.nn.results import is_plan, require_count, restore_graph, results_of
-from attn_graph.nn.symbols import strides_as, strides_like
+from attn_graph.nn.results import (
+    is_plan,
+    require_count,
+    restore_graph,
+    results_of,
+    strides_as,
+    strides_like,
+)
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key, cache
-from attn_graph.planner.content import CallContent, PlanContent, read_content
-from attn_graph.planner.content import introduce as introduce
+from attn_graph.planner.forms.content import CallContent, PlanContent, read_content
+from attn_graph.planner.forms.content import introduce as introduce
 from attn_graph.rings import find, load
 from attn_graph.spec import (
     TensorSpec,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.arguments import RECEIVED, statistic_names
-from attn_graph.ir.scaling import SCALES
+from attn_graph.ir.storage.scaling import SCALES
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.nn import ops
 from attn_graph.nn.calls import (
@@ -27,7 +27,7 @@ from attn_graph.nn.calls import (
     cast_inputs,
     text_of_call,
 )
-from attn_graph.nn.symbols import strides_like
+from attn_graph.nn.results import strides_like
 from attn_graph.spec import accumulator
 
 ALIGNED = 8  # columns of v are a multiple of it, as most kernels of GPUs need

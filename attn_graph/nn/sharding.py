@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_graph.errors import TensorError
 from attn_graph.ir.arguments import ARGUMENTS
-from attn_graph.ir.relative import counting_parts
+from attn_graph.ir.terms.relative import counting_parts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.masks import Mask, needs_of
 

@@ -14,11 +14,11 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from attn_graph.errors import GraphError, Reason
-from attn_graph.ir.binding import bind_graph, complete_sizes, split_sizes
-from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.jvp import jvp, push_graph
-from attn_graph.ir.vjp import cotangent_specs, main_outputs
+from attn_graph.ir.storage.data_checks import check_data
+from attn_graph.ir.transforms.binding import bind_graph, complete_sizes, split_sizes
+from attn_graph.ir.transforms.jvp import jvp, push_graph
+from attn_graph.ir.transforms.vjp import cotangent_specs, main_outputs
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import has_tangent, is_traced, named_in_profiles, teach_counters
@@ -44,15 +44,15 @@ from attn_graph.machine.tensors import (
     require_as_declared,
     require_device,
 )
-from attn_graph.planner.content import write_plan
+from attn_graph.planner.forms.content import write_plan
 from attn_graph.rings import find
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported at first use: calls need none of them
+    from attn_graph.instruments.explanation import Explanation
     from attn_graph.ir.reference import Verification
     from attn_graph.planner.cost import Cost
-    from attn_graph.planner.explanation import Explanation
-    from attn_graph.planner.sized import Sized
+    from attn_graph.planner.forms.sized import Sized
 
 Tensors = tuple[torch.Tensor, ...]
 Out = torch.Tensor | Sequence[torch.Tensor]
@@ -155,7 +155,7 @@ class Plan:
     ) -> torch.Tensor | Tensors:
         if out is not None:
             require_imports()
-            from attn_graph.plan.outputs import write_outputs
+            from attn_graph.plan.extras.outputs import write_outputs
 
             return write_outputs(self, tensors, named, out)
         if named or len(tensors) != self.count:
@@ -420,7 +420,7 @@ class Plan:
         to one of them, but sees no writes by other libraries. Raises PlanMismatchError for wrong
         inputs.
         """
-        from attn_graph.plan.prepared import prepare_inputs
+        from attn_graph.plan.extras.prepared import prepare_inputs
 
         return prepare_inputs(self, inputs)
 
@@ -468,7 +468,7 @@ class Plan:
         is smaller than that page's: see there.
         """
         require_imports()
-        from attn_graph.plan.verified import verify_plan
+        from attn_graph.plan.extras.verified import verify_plan
 
         return verify_plan(self, tensors, named)
 

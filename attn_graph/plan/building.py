@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from attn_graph.errors import GraphError, NoBackendError
-from attn_graph.ir.binding import bind_graph, complete_sizes, largest
 from attn_graph.ir.layouts import output_specs
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import (
+from attn_graph.ir.transforms.binding import bind_graph, complete_sizes, largest
+from attn_graph.ir.transforms.vjp import (
     backward,
     check_gradient,
     cotangent_specs,
@@ -28,15 +28,15 @@ from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
 from attn_graph.plan.pull import generalise, generalise_given
 from attn_graph.planner.choose import choose, choose_and_lower
+from attn_graph.planner.forms.sized import Sized, lower_graph
+from attn_graph.planner.forms.views import core_of
 from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
-from attn_graph.planner.sized import Sized, lower_graph
-from attn_graph.planner.views import core_of
 from attn_graph.rings import HOMES, find, load_present
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from attn_graph.instruments.explanation import Refusal
     from attn_graph.planner.choose import Refusals
-    from attn_graph.planner.explanation import Refusal
 
 
 def plan_graph(request: Request) -> Plan:

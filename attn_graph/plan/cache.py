@@ -11,7 +11,7 @@ from attrs import define, field
 from attn_graph.machine.cache import CAPACITY, Cache, CacheInfo
 from attn_graph.machine.likeness import look_at
 from attn_graph.plan import Plan
-from attn_graph.planner.builds import BuildLog, skeleton_of
+from attn_graph.planner.forms.builds import BuildLog, skeleton_of
 
 Key = tuple[object, ...]  # everything a plan depends on, with or without tensors' looks
 

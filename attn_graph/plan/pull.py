@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from attn_graph.ir.layouts import output_specs
-from attn_graph.ir.vjp import saved_specs, saved_statistics
+from attn_graph.ir.transforms.vjp import saved_specs, saved_statistics
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.likeness import likeness, look_at
 from attn_graph.machine.tensors import as_it_lies, require_as_declared

@@ -18,8 +18,8 @@ from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, Switches
 from attn_graph.machine.workspace import Workspace, default_workspace
+from attn_graph.printing import words
 from attn_graph.rings import find, load_present
-from attn_graph.spec import words
 
 # Modules for planning on GPUs, beyond those of every first plan; these import the rest.
 FOR_GPUS = (
@@ -32,7 +32,7 @@ FOR_GPUS = (
     "lowering.fa4.offline",
     "lowering.fa4.run",
     "lowering.triton.offline",
-    "planner.device_test",
+    "measuring.device_test",
 )
 Backends = tuple[str | Backend, ...]
 Value = TypeVar("Value")

@@ -17,7 +17,7 @@ from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.shares import Share, count_shares, mask_sources
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
-from attn_graph.planner.views import core_of, peel
+from attn_graph.planner.forms.views import core_of, peel
 from attn_graph.spec import NAMES
 
 Tensors = Mapping[str, torch.Tensor]

@@ -6,7 +6,7 @@ import torch
 
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
-from attn_graph.ir.vjp import residuals
+from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.lowering.backend import Foreseen
 from attn_graph.machine.sizes import Memory
 

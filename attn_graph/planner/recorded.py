@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.vjp import residuals
+from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.sizes import format_bytes

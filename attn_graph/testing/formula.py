@@ -22,9 +22,9 @@ from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.scaling import Dequantise, Quantise
-from attn_graph.ir.views import Leading
+from attn_graph.ir.storage.scaling import Dequantise, Quantise
+from attn_graph.ir.storage.views import Leading
+from attn_graph.ir.terms.relative import RelativeBias
 from attn_graph.masks.places import Place
 from attn_graph.spec import IN_PAIRS, INF
 from attn_graph.testing.mask_formula import Data, Places, evaluate_mask

@@ -6,7 +6,7 @@ from hypothesis.strategies import SearchStrategy
 
 from attn_graph.compiler import compile
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.parse import parse
+from attn_graph.ir.transforms.parse import parse
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.rings import find

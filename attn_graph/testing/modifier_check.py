@@ -11,7 +11,7 @@ from attn_graph.errors import GraphError
 from attn_graph.ir.builder import Value, graph, scores
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.promises import CLOSE, derivative_problems
+from attn_graph.ir.terms.promises import CLOSE, derivative_problems
 from attn_graph.lowering.backend import Backend
 from attn_graph.machine.target import Target
 from attn_graph.masks import needs_of

@@ -15,8 +15,8 @@ from torch.func import jvp
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Modifier, SoftCap
 from attn_graph.ir.reference import round_twice
-from attn_graph.ir.scaling import saturate, stands_in, weights_dtype
-from attn_graph.ir.tracing import trace_along_data
+from attn_graph.ir.storage.scaling import saturate, stands_in, weights_dtype
+from attn_graph.ir.transforms.tracing import trace_along_data
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 from attn_graph.testing.formula import (

@@ -21,8 +21,8 @@ from attn_graph.ir.builder import Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.vjp import lay_out, output_names
+from attn_graph.ir.terms.relative import RelativeBias
+from attn_graph.ir.transforms.vjp import lay_out, output_names
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.masks import needs_of
 from attn_graph.spec import FLOATS, TensorSpec

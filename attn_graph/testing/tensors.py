@@ -11,7 +11,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.arguments import ADDENDS
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.scaling import O_SCALE, SCALES
+from attn_graph.ir.storage.scaling import O_SCALE, SCALES
 from attn_graph.spec import IN_PAIRS, TensorSpec, ValueType, dense_strides
 
 BETWEEN = 77  # integers in gaps, never to be read

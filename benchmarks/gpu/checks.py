@@ -18,9 +18,9 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph.cli.diagnosis import Surroundings, diagnose
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import training_gradient
+from attn_graph.ir.transforms.vjp import training_gradient
 from attn_graph.lowering.backend import RefusedError
-from attn_graph.planner.device_test import tensors_of
+from attn_graph.measuring.device_test import tensors_of
 from benchmarks.gpu import cases
 from benchmarks.gpu.child import Emit
 from benchmarks.gpu.device import REFUSALS, Device

@@ -18,9 +18,9 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.backend import RefusedError
 from attn_graph.lowering.request import Options, Request
+from attn_graph.measuring.self_check import Proof, find_check
+from attn_graph.measuring.tuning import examples
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.self_check import Proof, find_check
-from attn_graph.planner.tuning import examples
 from benchmarks.gpu.cases import Case
 
 Call = Callable[[], Any]  # Any: tensors, or nothing

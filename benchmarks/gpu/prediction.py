@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import training_gradient
+from attn_graph.ir.transforms.vjp import training_gradient
 from attn_graph.lowering.backend import UNPRICED
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import price_all

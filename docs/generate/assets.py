@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import attn_graph as ag
-from attn_graph.masks.pictures import draw_bars, draw_mask
+from attn_graph.instruments.pictures import draw_bars, draw_mask
 from docs.generate.pages import ROOT
 from docs.generate.speed import common_jobs
 

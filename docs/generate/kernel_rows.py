@@ -18,7 +18,7 @@ from attn_graph.lowering.codegen.tile_lists import blocks
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.triton.launch_list import BY_KEYS
 from attn_graph.masks.places import Block, Place
-from attn_graph.masks.tiles import bound_tiles
+from attn_graph.sparsity.tiles import bound_tiles
 from attn_graph.spec import NAMES
 from docs.generate.predict import (
     PROCESSORS,

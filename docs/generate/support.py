@@ -10,7 +10,7 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward, cotangent_specs
+from attn_graph.ir.transforms.vjp import backward, cotangent_specs
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cpu import sdpa as torch_sdpa
 from attn_graph.lowering.cudnn import backend as cudnn_backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_graph.spec.words import LIBRARIES, use
+from attn_graph.printing.words import LIBRARIES, use
 from docs.generate.pages import table
 
 

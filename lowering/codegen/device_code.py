@@ -18,9 +18,9 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.ir.modifiers import Modifier
-from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.ir.paging import bound_seen_keys
-from attn_graph.ir.relative import MODIFIERS
+from attn_graph.ir.storage.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.storage.paging import bound_seen_keys
+from attn_graph.ir.terms.relative import MODIFIERS
 from attn_graph.lowering.codegen.bounds import keep_by_bounds
 from attn_graph.lowering.codegen.symbols import (
     TRITON,

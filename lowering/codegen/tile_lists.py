@@ -24,7 +24,7 @@ from attn_graph.masks import Data
 from attn_graph.masks.intervals import Range, lower_end, upper_end
 from attn_graph.masks.joins import BLOCKS
 from attn_graph.masks.places import Block, Place, Untraceable, trace_definition
-from attn_graph.masks.tiles import bound_tiles
+from attn_graph.sparsity.tiles import bound_tiles
 from attn_graph.spec import TensorSpec, dense_strides
 
 MOST_TILES = 2**15  # in one list; a vector within one program

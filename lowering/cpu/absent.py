@@ -15,8 +15,8 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.fused import Fused
-from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.ir.packing import require_fitting
+from attn_graph.ir.storage.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.storage.packing import require_fitting
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.spec import TensorSpec

@@ -12,10 +12,10 @@ from operator import and_
 import torch
 from attrs import evolve
 
-from attn_graph.ir.binding import settle_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.graph import Graph, Op
-from attn_graph.ir.packed import and_parts
+from attn_graph.ir.storage.packed import and_parts
+from attn_graph.ir.transforms.binding import settle_attention
 from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import is_traced

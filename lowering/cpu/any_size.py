@@ -14,7 +14,7 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.binding import settle_attention
+from attn_graph.ir.transforms.binding import settle_attention
 from attn_graph.lowering.folding import Shapes, fold_problem, shape_each
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rooms import Rooms, room_name

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.modifiers import UNPLACED, Alibi, Modifier
-from attn_graph.ir.relative import RelativeBias
+from attn_graph.ir.terms.relative import RelativeBias
 from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks import (

@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
-from attn_graph.ir.gradient_ops import sink_gradient
+from attn_graph.ir.transforms.gradient_ops import sink_gradient
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.cpu.far_rows import refuse_far_rows

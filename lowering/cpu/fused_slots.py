@@ -23,8 +23,8 @@ from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import Cut
 from attn_graph.lowering.problem import Problem
-from attn_graph.masks.parts import Part, Tile
 from attn_graph.masks.places import Block, Place
+from attn_graph.sparsity.parts import Part, Tile
 from attn_graph.spec import INF
 
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name

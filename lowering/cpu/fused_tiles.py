@@ -46,9 +46,9 @@ from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks import Keep, KeepBlocks, needs_of
 from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.joins import leaves
-from attn_graph.masks.layers import MOST_POINTS, is_layered, list_layers
-from attn_graph.masks.parts import Part, Tile
 from attn_graph.masks.places import Block
+from attn_graph.sparsity.layers import MOST_POINTS, is_layered, list_layers
+from attn_graph.sparsity.parts import Part, Tile
 from attn_graph.spec import TensorSpec
 
 MOST_BLOCKS = 2**9  # of queries, whose keys planning asks a mask for

@@ -18,10 +18,10 @@ from attrs import evolve
 from attn_graph.errors import PlanTargetError, Reason
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.graph import Eqn, Graph, Op
-from attn_graph.ir.packed import full_sides
-from attn_graph.ir.packing import Lengths, require_first
 from attn_graph.ir.passes import keep_weights
-from attn_graph.ir.scaling import Dequantise, Quantise
+from attn_graph.ir.storage.packed import full_sides
+from attn_graph.ir.storage.packing import Lengths, require_first
+from attn_graph.ir.storage.scaling import Dequantise, Quantise
 from attn_graph.lowering.backend import UNPRICED, Backend, Executable, Price, Run, Write
 from attn_graph.lowering.cpu import sdpa
 from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first, has_numbers

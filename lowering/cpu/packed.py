@@ -17,13 +17,14 @@ import torch
 from attrs import evolve, field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.fused import Role
 from attn_graph.ir.graph import Eqn, Op
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.packed import LENGTHS, PLACES, STARTS, Packed, with_operands
-from attn_graph.ir.packing import list_sequences, require_fitting, require_last, row_count
+from attn_graph.ir.storage.packed import LENGTHS, PLACES, STARTS, Packed, with_operands
+from attn_graph.ir.storage.packing import list_sequences, require_fitting, require_last, row_count
+from attn_graph.ir.transforms.boxes import move_attention
+from attn_graph.ir.transforms.moving import Box
 from attn_graph.kernels.merging import sink_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
@@ -66,7 +67,6 @@ from attn_graph.machine.cache import latest
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads
 from attn_graph.machine.workspace import Buffer, Scratch, Views, Workspace
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.moving import Box
 from attn_graph.spec import (
     INF,
     MOST_INT32,

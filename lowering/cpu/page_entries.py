@@ -19,8 +19,8 @@ from attrs import evolve, field, frozen
 
 from attn_graph.ir.attention import SAVED, Attention
 from attn_graph.ir.modifiers import change_
-from attn_graph.ir.packed import run_one
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.storage.packed import run_one
+from attn_graph.ir.storage.scaling import Dequantise
 from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.products import FAR, softmax_
 from attn_graph.lowering.cpu.absent import copy_alike, is_finite

@@ -14,7 +14,6 @@ from attrs import frozen
 
 from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, back_, change_
-from attn_graph.ir.philox import Compare, place_in_whole
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
 from attn_graph.lowering.cpu.product_slots import ProductSlot, draw
@@ -30,6 +29,7 @@ from attn_graph.lowering.cpu.product_tiles import (
     moves_of,
     product_of,
 )
+from attn_graph.machine.philox import Compare, place_in_whole
 from attn_graph.masks.places import Place
 from attn_graph.spec import INF
 

@@ -13,7 +13,6 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.philox import ALWAYS, ROOMS, WORDS, Compare, counters, draw_
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
     Cut,
@@ -22,11 +21,12 @@ from attn_graph.lowering.cpu.schedule import (
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
+from attn_graph.machine.philox import ALWAYS, ROOMS, WORDS, Compare, counters, draw_
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.parts import Part, Tile
 from attn_graph.masks.places import Block, Place, join_intervals
+from attn_graph.sparsity.parts import Part, Tile
 from attn_graph.spec import TensorSpec
 
 # Scores held at a time, 4 MiB of float32: they fit in a shared cache. Timed on one thread with

@@ -11,13 +11,13 @@ from attrs import frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad, GradientOperands, Operands
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.philox import WORDS
-from attn_graph.ir.relative import MODIFIERS
-from attn_graph.ir.tangents import AttentionJvp, GradientTangents
+from attn_graph.ir.terms.relative import MODIFIERS
+from attn_graph.ir.transforms.tangents import AttentionJvp, GradientTangents
 from attn_graph.kernels import products
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_bits, ask_modifiers
 from attn_graph.lowering.cpu.product_slots import TileGrid, choose_sizes, needed_to_draw, packs
 from attn_graph.lowering.problem import Problem
+from attn_graph.machine.philox import WORDS
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.masks.places import Place
 from attn_graph.spec import NAMES, TensorSpec

@@ -17,7 +17,6 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.philox import WORDS
 from attn_graph.kernels.products import reaches_far
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
@@ -36,6 +35,7 @@ from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowSteps, 
 from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entries
 from attn_graph.lowering.problem import Problem, cotangent_bytes
 from attn_graph.machine.ambient import is_traced
+from attn_graph.machine.philox import WORDS
 from attn_graph.machine.workspace import Buffer, Scratch
 from attn_graph.spec import INF, NAMES, TensorSpec
 

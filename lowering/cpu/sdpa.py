@@ -9,10 +9,10 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.attention import AttentionGrad
-from attn_graph.ir.binding import bind_graph
-from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias
+from attn_graph.ir.transforms.binding import bind_graph
+from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward, pull_heads
 from attn_graph.kernels.products import reaches_far
 from attn_graph.lowering.backend import UNPRICED, Backend, Executable, Price

@@ -11,15 +11,15 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.attention import AttentionGrad
-from attn_graph.ir.boxes import Piece
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.modifiers import UNPLACED, Alibi, Modifier
 from attn_graph.ir.ops import join_statistics
-from attn_graph.ir.packed import LEAVES, LENGTHS, Packed, and_parts, run_one, without_hidden
-from attn_graph.ir.paging import list_entries
-from attn_graph.ir.relative import RelativeBias
-from attn_graph.ir.scaling import Dequantise, spread
+from attn_graph.ir.storage.packed import LEAVES, LENGTHS, Packed, and_parts, run_one, without_hidden
+from attn_graph.ir.storage.paging import list_entries
+from attn_graph.ir.storage.scaling import Dequantise, spread
+from attn_graph.ir.terms.relative import RelativeBias
+from attn_graph.ir.transforms.boxes import Piece
 from attn_graph.kernels.merging import merge_
 from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.lying import Lying

@@ -31,7 +31,7 @@ from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.masks import Keep
 from attn_graph.masks.joins import leaves
-from attn_graph.masks.tiles import most_pairs
+from attn_graph.sparsity.tiles import most_pairs
 
 AttentionTiles = FusedTiles | RowTiles | ProductTiles
 HALF_KEYS = 2**14  # of more even equal weights are below float16's least normal, and lose digits

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.ir.scaling import WEIGHT_SCALE
+from attn_graph.ir.storage.scaling import WEIGHT_SCALE
 from attn_graph.lowering.libraries.cudnn_masks import CudnnMask, translate_mask
 from attn_graph.lowering.problem import Problem
 from attn_graph.spec import NAMES, TensorSpec, dense_like, dense_strides, new_strides

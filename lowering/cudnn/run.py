@@ -29,9 +29,9 @@ from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import STARTS
-from attn_graph.ir.paging import readable_table, seen_by_entry
-from attn_graph.ir.scaling import O_SCALE, SCALES
+from attn_graph.ir.storage.packed import STARTS
+from attn_graph.ir.storage.paging import readable_table, seen_by_entry
+from attn_graph.ir.storage.scaling import O_SCALE, SCALES
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
 from attn_graph.lowering.cudnn.sequences import round_total

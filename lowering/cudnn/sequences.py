@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from attn_graph.ir.packed import STARTS
+from attn_graph.ir.storage.packed import STARTS
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, slot
 from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.spec import TensorSpec, dense_strides

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 
-from attn_graph.ir.packed import LENGTHS
+from attn_graph.ir.storage.packed import LENGTHS
 from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
 from attn_graph.lowering.fa4.lists import (
     MadeLists,

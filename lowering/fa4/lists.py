@@ -22,7 +22,7 @@ from attn_graph.lowering.rates import least_seconds, peak_of
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Scratch
 from attn_graph.masks.places import Block, Untraceable
-from attn_graph.masks.tiles import bound_tiles, classify_tiles, most_pairs
+from attn_graph.sparsity.tiles import bound_tiles, classify_tiles, most_pairs
 
 MIXED, FULL = 1, 2
 MOST_TILES = 2**24  # of one problem: their lists are made on a CPU, in seconds

@@ -12,10 +12,10 @@ from attrs import field, frozen
 
 from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.attention import Operands
-from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LENGTHS, STARTS
-from attn_graph.ir.paging import readable_table, seen_by_entry
+from attn_graph.ir.storage.packed import LENGTHS, STARTS
+from attn_graph.ir.storage.paging import readable_table, seen_by_entry
+from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, call_package
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in

@@ -7,7 +7,7 @@ from typing import final
 
 from attrs import frozen
 
-from attn_graph.ir.paging import hides_keys
+from attn_graph.ir.storage.paging import hides_keys
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_masks import CudnnBand, CudnnMask, translate_mask
 from attn_graph.lowering.limits import Pass, Place

@@ -10,7 +10,7 @@ import torch
 
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
-from attn_graph.ir.scaling import FLOATS_OF_8
+from attn_graph.ir.storage.scaling import FLOATS_OF_8
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_masks import mask_problems

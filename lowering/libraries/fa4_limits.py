@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.errors import Reason
-from attn_graph.ir.paging import hides_keys
+from attn_graph.ir.storage.paging import hides_keys
 from attn_graph.lowering.libraries.fa4_masks import (
     NativeMask,
     copied_names,

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from attrs import frozen
 
-from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.storage.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem, is_misaligned
 from attn_graph.masks import Band, Mask

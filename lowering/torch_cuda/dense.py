@@ -16,9 +16,9 @@ import torch
 from attrs import Factory, field, frozen
 
 from attn_graph.errors import PlanMismatchError, Reason
-from attn_graph.ir.gradient_ops import clear_blind_rows
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.modifiers import Bias, Modifier
+from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import Kernel
 from attn_graph.lowering.backend import Backend, Executable

@@ -16,7 +16,7 @@ from attrs import Factory, field, frozen
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LEAVES, STARTS, and_parts
+from attn_graph.ir.storage.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable

@@ -13,8 +13,7 @@ from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.philox import WORDS
-from attn_graph.ir.scaling import NARROW, Dequantise
+from attn_graph.ir.storage.scaling import NARROW, Dequantise
 from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.finishing import cut_last, finish
@@ -38,6 +37,7 @@ from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph
+from attn_graph.machine.philox import WORDS
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import IN_PAIRS, MOST_INT32, TensorSpec

@@ -10,14 +10,14 @@ import torch
 from attrs import field, frozen
 
 from attn_graph.ir.attention import SAVED, AttentionGrad, GradientOperands
-from attn_graph.ir.gradient_ops import (
+from attn_graph.ir.graph import Graph
+from attn_graph.ir.storage.packed import LENGTHS
+from attn_graph.ir.transforms.gradient_ops import (
     clear_blind_rows,
     sink_gradient,
     sink_gradient_tangent,
 )
-from attn_graph.ir.graph import Graph
-from attn_graph.ir.packed import LENGTHS
-from attn_graph.ir.tangents import AttentionJvp, GradientTangents
+from attn_graph.ir.transforms.tangents import AttentionJvp, GradientTangents
 from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
 from attn_graph.lowering.request import Options
 from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms

@@ -14,7 +14,7 @@ from attn_graph.lowering.parts import ENOUGH, LEAST, choose_parts, efficiency
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import least_seconds, peak_of
 from attn_graph.machine.target import Target
-from attn_graph.masks.tiles import most_pairs
+from attn_graph.sparsity.tiles import most_pairs
 
 if TYPE_CHECKING:  # imported on use: predictions need no kernels
     from attn_graph.kernels.tilings import Pass, Tiling

@@ -10,8 +10,7 @@ import torch
 from attrs import Factory, define, field
 
 from attn_graph.ir.modifiers import SoftCap
-from attn_graph.ir.philox import flat_origin, threshold
-from attn_graph.ir.scaling import NARROW
+from attn_graph.ir.storage.scaling import NARROW
 from attn_graph.kernels.tilings import (
     Pass,
     PushPass,
@@ -47,6 +46,7 @@ from attn_graph.lowering.triton.programs import (
     spread_tilings,
 )
 from attn_graph.lowering.triton.work import Push, tangent_specs
+from attn_graph.machine.philox import flat_origin, threshold
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.machine.workspace import Buffer

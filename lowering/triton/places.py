@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from attn_graph.errors import Reason
-from attn_graph.ir.packed import LENGTHS, STARTS
+from attn_graph.ir.storage.packed import LENGTHS, STARTS
 from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.spec import MOST_INT32, TensorSpec
 

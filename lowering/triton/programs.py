@@ -28,7 +28,7 @@ from attn_graph.kernels.tilings import (
 from attn_graph.lowering.problem import Problem, is_broadcast, is_misaligned
 from attn_graph.machine.target import Target
 from attn_graph.masks.places import Place, Strip
-from attn_graph.masks.tiles import tiles
+from attn_graph.sparsity.tiles import tiles
 from attn_graph.spec import TensorSpec
 
 ROWS = 64  # of the least tile at full speed of matrix units

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.layouts import result_spec
-from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs

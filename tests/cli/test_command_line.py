@@ -388,14 +388,14 @@ def test_an_interrupt_shows_what_was_measured(
 ) -> None:
     """Two jobs are warmed up, each timed once, then they take turns."""
     line = ("bench", "--q", "1,2,64,16", "--cpu", "--backends", "math")
-    monkeypatch.setattr("attn_graph.machine.timing.sample", interrupting(after))
+    monkeypatch.setattr("attn_graph.measuring.timing.sample", interrupting(after))
     result = run(*line, "--json")
     assert result.exit_code == 130
     told = json.loads(result.output)
     assert told["interrupted"] is True
     assert [x["pass"] for x in told["results"]] == passes
     assert [x["seconds"] for x in told["results"]] == [3.0, 4.0][: len(passes)]
-    monkeypatch.setattr("attn_graph.machine.timing.sample", interrupting(after))
+    monkeypatch.setattr("attn_graph.measuring.timing.sample", interrupting(after))
     until = "figures are of the runs until then" if passes else "nothing was measured yet"
     assert f"\ninterrupted: {until}\n" in run(*line).output
 

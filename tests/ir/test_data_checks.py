@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import attn_graph as ag
-from attn_graph.ir.data_checks import check_data
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.storage.data_checks import check_data
 
 attention: Any = ag.nn.functional.attention  # Any: tensors by name, and options
 SPEC = ag.TensorSpec

@@ -14,8 +14,8 @@ from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
 from attn_graph.errors import GraphError
-from attn_graph.ir.binding import bind_graph, replace_sizes
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.transforms.binding import bind_graph, replace_sizes
 from attn_graph.spec import memory_order
 from attn_graph.spec.dims import are_numbers, surely_least
 from attn_graph.testing.strategies import Shape, graphs, shapes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir.parse import parse_mask
+from attn_graph.ir.transforms.parse import parse_mask
 from attn_graph.testing import rule
 from attn_graph.testing.tensors import tensors_for
 

@@ -16,15 +16,15 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph import testing
 from attn_graph.errors import GraphError
-from attn_graph.ir.addends import Addend, Factor
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.terms.addends import Addend, Factor
+from attn_graph.ir.terms.formulas import Formula
 from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.fa4.dialect import trace_problem
 from attn_graph.lowering.facts import sole
-from attn_graph.masks.formulas import Formula
 from attn_graph.masks.places import Block, Place
 from attn_graph.nn.functional import attention
-from attn_graph.planner.content import CallContent, read_content, write_call
+from attn_graph.planner.forms.content import CallContent, read_content, write_call
 
 Step = Callable[[torch.Tensor, Place], torch.Tensor]
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]

@@ -15,9 +15,18 @@ from hypothesis import given
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir import ops, parse, views
+from attn_graph.ir import ops
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.gradient_ops import (
+from attn_graph.ir.graph import Input, Op
+from attn_graph.ir.modifiers import Alibi, Back, Bend, Bias, Collect, SoftCap, Spread
+from attn_graph.ir.passes import simplify
+from attn_graph.ir.storage import views
+from attn_graph.ir.storage.packed import Packed
+from attn_graph.ir.storage.packing import Lengths, Pack, Unpack
+from attn_graph.ir.storage.paging import SumPages, Unpage
+from attn_graph.ir.storage.scaling import Dequantise, Quantise
+from attn_graph.ir.transforms import parse
+from attn_graph.ir.transforms.gradient_ops import (
     SinkGrad,
     SinkGradJvp,
     SoftmaxGrad,
@@ -26,15 +35,8 @@ from attn_graph.ir.gradient_ops import (
     Unmasked,
     WeighT,
 )
-from attn_graph.ir.graph import Input, Op
-from attn_graph.ir.modifiers import Alibi, Back, Bend, Bias, Collect, SoftCap, Spread
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.packing import Lengths, Pack, Unpack
-from attn_graph.ir.paging import SumPages, Unpage
-from attn_graph.ir.passes import simplify
-from attn_graph.ir.scaling import Dequantise, Quantise
-from attn_graph.ir.sums import Add, Zeros
-from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.ir.transforms.sums import Add, Zeros
+from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.printing.text import show_value
 from attn_graph.spec import DTYPES
 from attn_graph.testing.strategies import graphs

@@ -13,9 +13,9 @@ from hypothesis import given
 import attn_graph as ag
 from attn_graph.extend import Place
 from attn_graph.ir.attention import Attention, AttentionGrad
-from attn_graph.ir.jvp import push_graph
-from attn_graph.ir.packing import Pack, Unpack
-from attn_graph.ir.tangents import AttentionJvp
+from attn_graph.ir.storage.packing import Pack, Unpack
+from attn_graph.ir.transforms.jvp import push_graph
+from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.spec import FLOATS, dense_like
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for

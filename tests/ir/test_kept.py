@@ -12,8 +12,8 @@ from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import SoftCap
 from attn_graph.ir.passes import keep_weights, simplify
 from attn_graph.ir.reference import evaluate
-from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.ir.vjp import backward, cotangent_specs
+from attn_graph.ir.transforms.tangents import AttentionJvp
+from attn_graph.ir.transforms.vjp import backward, cotangent_specs
 from attn_graph.testing.strategies import Shape, masks, seeds, shapes
 from attn_graph.testing.tensors import tensors_for
 

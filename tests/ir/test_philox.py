@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.ops import Dropout, dropout_keeps
-from attn_graph.ir.philox import ROOMS, counters, random_words, threshold
+from attn_graph.machine.philox import ROOMS, counters, random_words, threshold
 from attn_graph.masks.places import Block, Place
 from attn_graph.testing import formula
 

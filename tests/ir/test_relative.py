@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.boxes import move_modifier
-from attn_graph.masks.moving import Box, cut_data
+from attn_graph.ir.transforms.boxes import move_modifier
+from attn_graph.ir.transforms.moving import Box, cut_data
 from attn_graph.masks.places import Place
 from attn_graph.testing.mask_check import ranges
 from attn_graph.testing.strategies import (

@@ -15,26 +15,15 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir import (
-    addends,
-    gradient_ops,
-    modifiers,
-    ops,
-    packed,
-    packing,
-    paging,
-    parse,
-    relative,
-    scaling,
-    sums,
-    tangents,
-    views,
-)
+from attn_graph.ir import modifiers, ops
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.graph import Op
 from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.rewrite import prune
-from attn_graph.ir.vjp import backward, cotangent_specs, wanted_inputs
+from attn_graph.ir.storage import packed, packing, paging, scaling, views
+from attn_graph.ir.terms import addends, relative
+from attn_graph.ir.transforms import gradient_ops, parse, sums, tangents
+from attn_graph.ir.transforms.vjp import backward, cotangent_specs, wanted_inputs
 from attn_graph.testing.strategies import graphs, masks, shapes
 
 SPEC = ag.TensorSpec((2, 4, 6, 8), torch.float16, layout="bshd")

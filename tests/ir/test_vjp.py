@@ -13,18 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir import parse
 from attn_graph.ir.attention import AttentionGrad
-from attn_graph.ir.gradient_ops import SinkGradJvp, SoftmaxGrad, SoftmaxGradJvp, SoftmaxJvp
 from attn_graph.ir.graph import Op
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.modifiers import Bend, Spread
 from attn_graph.ir.passes import canonicalise
 from attn_graph.ir.reference import evaluate
 from attn_graph.ir.rewrite import prune
-from attn_graph.ir.scaling import Quantise
-from attn_graph.ir.tangents import AttentionJvp
-from attn_graph.ir.vjp import (
+from attn_graph.ir.storage.scaling import Quantise
+from attn_graph.ir.transforms import parse
+from attn_graph.ir.transforms.gradient_ops import (
+    SinkGradJvp,
+    SoftmaxGrad,
+    SoftmaxGradJvp,
+    SoftmaxJvp,
+)
+from attn_graph.ir.transforms.tangents import AttentionJvp
+from attn_graph.ir.transforms.vjp import (
     backward,
     cotangent_specs,
     main_outputs,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.layouts import result_spec
-from attn_graph.ir.packed import Packed
+from attn_graph.ir.storage.packed import Packed
 from attn_graph.spec import FLOATS
 from attn_graph.testing.agreement import run_plan
 from attn_graph.testing.rule import expect_outputs

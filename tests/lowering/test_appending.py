@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor
 
 import attn_graph as ag
-from attn_graph.ir.scaling import to_eight
+from attn_graph.ir.storage.scaling import to_eight
 from attn_graph.nn import append_to_pages, appending
 from attn_graph.nn.functional import attention
 from attn_graph.spec import QUANTISED

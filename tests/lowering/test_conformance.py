@@ -19,11 +19,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.packing import Pack, Unpack
-from attn_graph.ir.paging import SumPages, Unpage
 from attn_graph.ir.passes import canonicalise, simplify
 from attn_graph.ir.reference import evaluate
+from attn_graph.ir.storage.packed import Packed
+from attn_graph.ir.storage.packing import Pack, Unpack
+from attn_graph.ir.storage.paging import SumPages, Unpage
 from attn_graph.kernels import sequences as starts
 from attn_graph.lowering.cpu import sequences as blocks
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan

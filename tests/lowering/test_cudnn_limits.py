@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
-from attn_graph.ir.packed import Packed
+from attn_graph.ir.storage.packed import Packed
 from attn_graph.lowering.cudnn.graph import describe_call
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS, reasons

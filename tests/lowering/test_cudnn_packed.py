@@ -17,10 +17,10 @@ from attn_graph import masks as m
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
-from attn_graph.ir.packed import Packed, run_one
-from attn_graph.ir.packing import Unpack
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward
+from attn_graph.ir.storage.packed import Packed, run_one
+from attn_graph.ir.storage.packing import Unpack
+from attn_graph.ir.transforms.vjp import backward
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
 from attn_graph.lowering.cudnn.memory import key_splits
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes

@@ -16,7 +16,7 @@ import attn_graph as ag
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare
-from attn_graph.ir.scaling import FLOATS_OF_8, O_SCALE, PAIRS, SCALES
+from attn_graph.ir.storage.scaling import FLOATS_OF_8, O_SCALE, PAIRS, SCALES
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
@@ -27,7 +27,7 @@ from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target, Version
 from attn_graph.machine.workspace import Workspace
-from attn_graph.planner.device_test import tensors_of
+from attn_graph.measuring.device_test import tensors_of
 from attn_graph.testing import formula, rule
 from attn_graph.testing.strategies import Shape, seeds
 from attn_graph.testing.tensors import tensors_for

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir import ops
-from attn_graph.ir.philox import flat_origin, threshold
+from attn_graph.machine.philox import flat_origin, threshold
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan

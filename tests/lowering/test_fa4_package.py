@@ -13,7 +13,7 @@ from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward, cotangent_specs, main_outputs
+from attn_graph.ir.transforms.vjp import backward, cotangent_specs, main_outputs
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
 from attn_graph.lowering.facts import facts_of

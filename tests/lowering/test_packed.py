@@ -11,10 +11,10 @@ from attrs import evolve
 from hypothesis import given
 
 import attn_graph as ag
-from attn_graph.ir.packed import Packed
-from attn_graph.ir.packing import Unpack
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import evaluate
+from attn_graph.ir.storage.packed import Packed
+from attn_graph.ir.storage.packing import Unpack
 from attn_graph.lowering.cpu.sequences import is_separable
 from attn_graph.machine.target import Target
 from attn_graph.nn.functional import attention

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir.paging import SumPages
+from attn_graph.ir.storage.paging import SumPages
 from attn_graph.lowering.cpu import sequences
 from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.machine.target import Target

@@ -29,7 +29,7 @@ from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.lowering.triton.work import split_graph
 from attn_graph.machine.gpus import devices
 from attn_graph.masks.places import Block
-from attn_graph.masks.tiles import bound_tiles
+from attn_graph.sparsity.tiles import bound_tiles
 from attn_graph.testing import rule
 from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.tensors import cotangents_for, tensors_for

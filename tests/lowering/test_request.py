@@ -19,7 +19,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu.math import BACKEND as MATH
 from attn_graph.lowering.facts import Facts
 from attn_graph.planner.choose import choose, permitted_backends
-from attn_graph.planner.sized import Sized
+from attn_graph.planner.forms.sized import Sized
 from attn_graph.testing.strategies import graphs
 from tests.support.sources import source_files, tree_of
 

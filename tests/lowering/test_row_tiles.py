@@ -10,16 +10,16 @@ import torch
 from attrs import evolve
 
 import attn_graph as ag
-from attn_graph.ir.boxes import move_attention
 from attn_graph.ir.builder import Builder
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.transforms.boxes import move_attention
+from attn_graph.ir.transforms.moving import Box
 from attn_graph.lowering.cpu import product_slots, row_tiles
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
-from attn_graph.masks.moving import Box
 from attn_graph.testing.agreement import (
     check_gradients,
     check_outputs,

@@ -11,7 +11,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.scaling import Dequantise
+from attn_graph.ir.storage.scaling import Dequantise
 from attn_graph.lowering.cpu import sequences
 from attn_graph.machine.target import Target
 from attn_graph.planner.cost import cost

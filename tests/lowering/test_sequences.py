@@ -16,7 +16,7 @@ from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.triton.places import lying_reasons
 from attn_graph.lowering.triton.plan import Flash
-from attn_graph.planner.tuning import elements_spanned
+from attn_graph.measuring.tuning import elements_spanned
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.strategies import Shape
 from tests.support import ragged

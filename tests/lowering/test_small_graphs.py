@@ -7,9 +7,9 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.packed import Packed
+from attn_graph.instruments.pictures import masks_of
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.pictures import masks_of
+from attn_graph.ir.storage.packed import Packed
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.vjp import backward
+from attn_graph.ir.transforms.vjp import backward
 from attn_graph.kernels.tilings import INTERPRETED, VARIANTS
 from attn_graph.lowering.codegen.device_code import DeviceCode, Tracer, compile_text
 from attn_graph.lowering.codegen.launches import Launch, check_interpreter
@@ -28,7 +28,7 @@ from attn_graph.lowering.triton import backend as triton_flash
 from attn_graph.lowering.triton.plan import Flash, FlashBuilder
 from attn_graph.masks import needs_of
 from attn_graph.masks.places import Block
-from attn_graph.masks.tiles import bound_tiles
+from attn_graph.sparsity.tiles import bound_tiles
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import rule
 from attn_graph.testing.agreement import check_gradients, run_plan

@@ -17,7 +17,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.triton.programs import reads_v_in_k
-from attn_graph.planner.views import core_of
+from attn_graph.planner.forms.views import core_of
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan
 from attn_graph.testing.strategies import mask_options, score_options, seeds, shapes, specs
 from attn_graph.testing.tensors import cotangents_for, tensors_for

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.instruments.explanation import Explanation
 from attn_graph.kernels.tilings import HELD, shared_memory
 from attn_graph.lowering.triton.backend import REST
-from attn_graph.planner.explanation import Explanation
 from attn_graph.testing.agreement import check_outputs
 from attn_graph.testing.strategies import Shape, graphs, seeds, shapes
 from attn_graph.testing.tensors import tensors_for

@@ -17,7 +17,7 @@ from hypothesis.strategies import DrawFn
 from torch.profiler import ProfilerActivity, profile
 
 import attn_graph as ag
-from attn_graph.ir.vjp import main_outputs, residuals
+from attn_graph.ir.transforms.vjp import main_outputs, residuals
 from attn_graph.kernels import fused_cpu
 from attn_graph.machine.sizes import Memory
 from attn_graph.testing.strategies import graphs, seeds, shuffled_graphs

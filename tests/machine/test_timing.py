@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from attn_graph.machine import timing
-from attn_graph.machine.timing import LEAST_ROUNDS, MOST_ROUNDS, samples
+from attn_graph.measuring import timing
+from attn_graph.measuring.timing import LEAST_ROUNDS, MOST_ROUNDS, samples
 
 WARM_UP = 2
 

@@ -268,7 +268,7 @@ def test_a_modifier_that_does_not_hold_what_it_says_is_refused(modifier: Modifie
 
 
 def test_definitions_are_checked_once_whatever_the_length() -> None:
-    from attn_graph.ir.promises import check_once
+    from attn_graph.ir.terms.promises import check_once
 
     check_once.cache_clear()
     for length in (1024, 2048, 4096):
@@ -278,7 +278,7 @@ def test_definitions_are_checked_once_whatever_the_length() -> None:
 
 
 def test_checks_that_need_tensors_are_made_under_a_transform() -> None:
-    from attn_graph.ir.promises import check_once
+    from attn_graph.ir.terms.promises import check_once
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         graphs.append(ag.attention(SMALL, SMALL, SMALL, mask=Limited(), limits=LIMITS["limits"]))
@@ -293,7 +293,7 @@ def test_checks_that_need_tensors_are_made_under_a_transform() -> None:
 def test_checks_are_made_under_any_mode() -> None:
     from torch._subclasses import FakeTensorMode
 
-    from attn_graph.ir.promises import check_once
+    from attn_graph.ir.terms.promises import check_once
 
     for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode()):
         check_once.cache_clear()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph import masks as m
+from attn_graph.ir.transforms.moving import Box, cut_data, move_mask
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
-from attn_graph.masks.moving import Box, cut_data, move_mask
 from attn_graph.masks.places import Block, Place
 from attn_graph.testing.mask_check import mask_cases
 

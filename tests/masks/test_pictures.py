@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.masks import pictures
+from attn_graph.instruments import pictures
 from attn_graph.testing.mask_check import MaskCase, mask_cases
 from tests.masks.test_counts import brute
 

@@ -21,7 +21,7 @@ from attn_graph.nn.functional import attention
 from attn_graph.nn.ops import introduce
 from attn_graph.plan import content_of
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.content import OWN, read_content, write_plan
+from attn_graph.planner.forms.content import OWN, read_content, write_plan
 from attn_graph.testing.strategies import graphs, seeds
 from attn_graph.testing.tensors import tensors_for
 

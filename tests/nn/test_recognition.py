@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attn_graph as ag
+from attn_graph.layers import recognition
+from attn_graph.layers.recognition import recognize
 from attn_graph.masks import Causal, Prefix, Window
-from attn_graph.nn import recognition
-from attn_graph.nn.recognition import recognize
 
 sizes = st.integers(1, 9)
 

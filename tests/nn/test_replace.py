@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import checkpoint
 
 import attn_graph as ag
-from attn_graph.nn.report import MOST_TIMES, Report
+from attn_graph.layers.report import MOST_TIMES, Report
 from tests.support.like_torch import check_like_torch
 from tests.support.tracing import traces
 

@@ -15,7 +15,7 @@ from attn_graph.extend import Store
 from attn_graph.nn.ops import introduce
 from attn_graph.plan import content_of
 from attn_graph.planner.arguments import CHOICE
-from attn_graph.planner.content import OWN, read_content
+from attn_graph.planner.forms.content import OWN, read_content
 
 X = ag.TensorSpec((1, 2, 6, 8), torch.float32)
 GRAPH = ag.attention(X, X, X)

@@ -13,8 +13,8 @@ import torch
 import attn_graph as ag
 from attn_graph.nn.functional import attention
 from attn_graph.plan.cache import cache
-from attn_graph.planner import builds
-from attn_graph.planner.builds import MANY, MOST_KINDS, BuildLog
+from attn_graph.planner.forms import builds
+from attn_graph.planner.forms.builds import MANY, MOST_KINDS, BuildLog
 
 
 def graph(M: int, N: int, **options: object) -> ag.Graph:

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.extend import Backend, Executable, Reason, RefusedError
+from attn_graph.instruments.explain import explain_graph
+from attn_graph.instruments.explanation import Explanation
+from attn_graph.instruments.remedies import Question, Remedy, kinds_for
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.single_steps import write_steps
+from attn_graph.ir.transforms.single_steps import write_steps
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.explain import explain_graph
-from attn_graph.planner.explanation import Explanation
 from attn_graph.planner.recorded import RUNS_KEPT
-from attn_graph.planner.remedies import Question, Remedy, kinds_for
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.ir.vjp import training_gradient
+from attn_graph.ir.transforms.vjp import training_gradient
 from attn_graph.lowering.backend import Price
 from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.forecast import Programs, split_by_length
@@ -21,9 +21,9 @@ from attn_graph.lowering.rates import read_rates
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.gpus import devices
-from attn_graph.masks.tiles import count_pairs, most_pairs
 from attn_graph.planner.choose import BACKENDS, choose, price_all
-from attn_graph.planner.views import core_of
+from attn_graph.planner.forms.views import core_of
+from attn_graph.sparsity.tiles import count_pairs, most_pairs
 from benchmarks import catalogue
 from tests.support.equipped import equip
 

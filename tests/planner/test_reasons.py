@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.extend import Place
+from attn_graph.instruments.explanation import Refusal, format_lifts
+from attn_graph.instruments.remedies import Question, Remedy
 from attn_graph.ir.ops import Dropout
 from attn_graph.lowering.request import Options, Request
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.explanation import Refusal, format_lifts
-from attn_graph.planner.remedies import Question, Remedy
 from attn_graph.testing.strategies import graphs, shapes
 from tests.planner.test_explain import TARGETS
 from tests.support.cudnn_graphs import cudnn_graphs

@@ -17,8 +17,8 @@ from attn_graph.extend import Backend, DeviceTest, Executable, Options, RefusedE
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.reference import compare, evaluate
 from attn_graph.lowering.request import Request
-from attn_graph.planner import device_test, self_check
-from attn_graph.planner.self_check import Proof, find_check, lower_checked, proofs
+from attn_graph.measuring import device_test, self_check
+from attn_graph.measuring.self_check import Proof, find_check, lower_checked, proofs
 from tests.support.checked_backends import (
     BY_VARIANT,
     CRASHES,

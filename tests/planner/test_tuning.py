@@ -18,10 +18,9 @@ from attn_graph.lowering.backend import Executable
 from attn_graph.lowering.cpu import math as torch_math
 from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.request import Options, Request
-from attn_graph.machine import timing
 from attn_graph.machine.store import Store
 from attn_graph.machine.target import Target
-from attn_graph.planner import tuning
+from attn_graph.measuring import timing, tuning
 from attn_graph.testing.strategies import graphs
 
 CPU = Target.of("cpu")

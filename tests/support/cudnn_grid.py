@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from attn_graph import masks as m
-from attn_graph.ir.scaling import FLOATS_OF_8
+from attn_graph.ir.storage.scaling import FLOATS_OF_8
 from attn_graph.spec import FLOATS
 from attn_graph.testing.strategies import maybe
 from tests.support.cudnn_entries import (

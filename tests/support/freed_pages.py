@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 import attn_graph as ag
-from attn_graph.ir.packed import LEAVES, LENGTHS, and_parts
-from attn_graph.ir.packing import Lengths
 from attn_graph.ir.passes import simplify
+from attn_graph.ir.storage.packed import LEAVES, LENGTHS, and_parts
+from attn_graph.ir.storage.packing import Lengths
 from attn_graph.masks.places import Block, Place
 
 Tensors = Mapping[str, torch.Tensor]

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import attn_graph as ag
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton import backend as triton
-from attn_graph.planner.self_check import Proof
+from attn_graph.measuring.self_check import Proof
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.device import Attend, Call, Device, Tensors
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.builder import Builder
-from attn_graph.ir.scaling import NARROW, PAIRS
+from attn_graph.ir.storage.scaling import NARROW, PAIRS
 from attn_graph.spec import IN_PAIRS, QUANTISED, dense_strides, memory_order
 from attn_graph.testing.formula import expand_blocks, halves_of, output_roles
 from tests.support.sequences import lay_like

@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
 from attn_graph import masks as m
-from attn_graph.ir.paging import SumPages, Unpage
+from attn_graph.ir.storage.paging import SumPages, Unpage
 from attn_graph.spec import INF
 from attn_graph.testing.agreement import run_gradients, run_plan
 from attn_graph.testing.rule import expect_gradients, expect_outputs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 import attn_graph as ag
-from attn_graph.ir.packing import Unpack, list_sequences
+from attn_graph.ir.storage.packing import Unpack, list_sequences
 from attn_graph.testing.agreement import run_gradients
 from attn_graph.testing.tensors import lay_anyhow, lay_out
 

@@ -1,0 +1,1 @@
+"""Explanations, fixes of refusals, and pictures, made when somebody asks."""

@@ -1,0 +1,1 @@
+"""How operands lie in memory: packed, paged, quantised, viewed."""

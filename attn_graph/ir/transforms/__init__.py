@@ -1,0 +1,1 @@
+"""Graphs from graphs or from text: derivatives, mapped axes, sizes bound, parts of an attention."""

@@ -1,0 +1,1 @@
+"""Attention as modules, and a whole model's attention at once."""

@@ -1,0 +1,1 @@
+"""Choices by measuring, and checks of kernels on their device."""

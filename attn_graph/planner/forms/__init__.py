@@ -1,0 +1,1 @@
+"""Graphs in other forms: as text, with sizes by name, with mapped axes."""

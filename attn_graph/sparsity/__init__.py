@@ -1,0 +1,1 @@
+"""What a mask leaves of the scores, as tiles and counts."""

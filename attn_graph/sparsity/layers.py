@@ -1,0 +1,337 @@
+"""The kept places of each batch entry, exactly, as rectangles and triangles ("layers").
+
+For masks made of strips, and for documents (`SameSegment`) intersected with one strip. The work
+grows with edges and documents, not with queries and keys; data are read once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import cast, final
+
+import torch
+from attrs import evolve, frozen
+
+from attn_graph.masks.joins import And, Join, Mask, flatten_join, join_masks
+from attn_graph.masks.leaves import LENGTHS, SameSegment
+from attn_graph.masks.places import Block, Place, Strip, Term
+from attn_graph.sparsity.regions import Edge, Layer, Region, Run
+
+MOST_POINTS = 2**17  # evaluations of a mask, over all batch entries: a good half second
+LEAST_DOCUMENT = 16  # queries or keys, on average; smaller documents are not cut out one by one
+Bound = tuple[int | None, ...]  # of one strip: low, high, keys and rows
+Bounds = tuple[Bound, ...]  # of the strips that a mask is joined from
+Document = tuple[range, range]  # queries, and the keys that carry their number
+Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and the layers of each
+
+
+def is_layered(mask: Mask, block: Block) -> bool:
+    """True if a mask is made of strips, or of documents and one strip.
+
+    The block has all data; their values do not matter.
+    """
+    at = entry_at(block, *block.batch[:1])
+    segmented, rest = split_documents(mask)
+    if segmented:
+        return rest is None or rest.strip(at) is not None
+    return list_strips(mask, at) is not None
+
+
+def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
+    """The layers of each run of batch entries with equal layers, as few as there can be.
+
+    None if they are not known exactly, if finding them takes evaluating the mask at more than
+    `most_points` places, and for documents that are small or in pieces. The block has all data.
+    """
+    kept = find_kept(mask, block, most_points)
+    return None if kept is None else [(batch, join_layers(layers)) for batch, layers in kept]
+
+
+def find_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
+    """`list_layers`, before they are joined: the same runs have keys between them, and before and
+    behind them, at all queries of a layer."""
+    if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
+        return []
+    block = evolve(block, data={n: widen(n, x) for n, x in (block.data or {}).items()})
+    segmented, rest = split_documents(mask)
+    if segmented:
+        return cut_documents(rest, block)
+    batch = block.batch if len(block.batch) <= MOST_POINTS else block.batch[:2]
+    at = entry_at(block, *batch)
+    whole = mask.strip(at)
+    strips = list_strips(mask, at) if whole is None else [whole]
+    if strips is None:
+        return None
+    alike = all(count_elements(term) == 1 for strip in strips for term in bounds_of(strip))
+    if not alike and len(batch) < len(block.batch):
+        return None
+    kinds = bound_entries(strips, 1 if alike else len(batch))
+    first = dict(zip(reversed(kinds), reversed(batch), strict=False))
+    if whole is None and sum(count_points(kind, block) for kind in first) > most_points:
+        return None
+    layers: dict[Bounds, tuple[Layer, ...]] = {}
+    for kind, entry in first.items():
+        if whole is None:
+            layers[kind] = find_layers(mask, kind, entry_at(block, entry))
+        else:
+            layers[kind] = (*layers_of_strip(kind[0], range(block.M), range(block.N)),)
+    runs = [(block.batch, kinds[0])] if alike else group_equal(kinds, block.batch)
+    return [(each, layers[kind]) for each, kind in runs]
+
+
+def find_regions(mask: Mask, block: Block) -> list[Region] | None:
+    """A region for each kind of batch entry, of a mask with layers; None for any other mask, and
+    for one with too many edges. The block has all data."""
+    kept = find_kept(mask, block, MOST_POINTS)
+    if kept is None:
+        return None
+    counts = Counter[tuple[Layer, ...]]()
+    for batch, layers in kept:
+        counts[layers] += len(batch)
+    return [Region(n * len(block.heads), layers) for layers, n in counts.items()]
+
+
+def widen(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Lengths as int64, so that sums with any bound fit."""
+    return x.to(torch.int64) if name in LENGTHS else x
+
+
+def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, Bounds]]:
+    """Runs of neighbouring batch entries with equal strips."""
+    at = batch.start
+    for kind, same in groupby(kinds):
+        count = sum(1 for _ in same)
+        yield range(at, at + count), kind
+        at += count
+
+
+def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
+    """The layers of a strip among some queries and keys.
+
+    Query i keeps the keys from max(keys.start, i + low) to min(keys.stop, i + high + 1), exclusive.
+    Layers are cut at the queries where one of these terms takes over, where the first key comes and
+    where the last one goes. A query whose first key is the same by both terms belongs to the layer
+    above: a window of a multiple of 32 keys then leaves a multiple of 32 queries.
+    """
+    low, high, least, last = bounds
+    k0, k1 = keys.start, keys.stop if least is None else min(keys.stop, least)
+    seen = rows.stop if last is None else max(rows.start, min(rows.stop, last))
+    cuts = {rows.start, rows.stop, seen}
+    cuts |= set() if low is None else {k0 - low + 1, k1 - low}
+    cuts |= set() if high is None else {k0 - high, k1 - high - 1}
+    for a, b in pairwise(sorted(i for i in cuts if rows.start <= i <= rows.stop)):
+        start = Edge(k0) if low is None or a + low <= k0 else Edge(low, 1)
+        stop = Edge(k1) if high is None or a + high + 1 >= k1 else Edge(high + 1, 1)
+        alive = a < seen and start.of(a) < stop.of(a)
+        yield Layer(range(a, b), ((start, stop),) if alive else ())
+
+
+def join_layers(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """Merge neighbouring layers whose edges lie on the same lines."""
+    out: list[Layer] = []
+    for layer in layers:
+        runs = join_runs(out[-1], layer) if out else None
+        if runs is None:
+            out.append(layer)
+        else:
+            out[-1] = Layer(range(out[-1].rows.start, layer.rows.stop), runs)
+    return tuple(out)
+
+
+def join_runs(above: Layer, below: Layer) -> tuple[Run, ...] | None:
+    """The runs of two neighbouring layers merged; None if they lie on different lines."""
+    if len(above.runs) != len(below.runs):
+        return None
+    pairs = zip(sum(above.runs, ()), sum(below.runs, ()), strict=True)
+    edges = [join_edges(a, b, above.rows, below.rows) for a, b in pairs]
+    if None in edges:
+        return None
+    sure = cast("list[Edge]", edges)
+    return tuple(zip(sure[::2], sure[1::2], strict=True))
+
+
+def join_edges(a: Edge, b: Edge, above: range, below: range) -> Edge | None:
+    """One edge for both layers. An edge of a single query may count as moving or not."""
+    if a == b or (len(below) == 1 and a.of(below.start) == b.of(below.start)):
+        return a
+    return b if len(above) == 1 and a.of(above.start) == b.of(above.start) else None
+
+
+# Strips. Lines bound each: keys before v, queries before u, diagonals j = i + d. Between queries at
+# which lines cross, the edges of all strips keep their order along the keys. There a mask is
+# evaluated once for each run of keys between two edges.
+
+
+def entry_at(block: Block, *entries: int) -> Place:
+    """The place of some batch entries, for any query and key."""
+    b = torch.tensor(entries, device="cpu").reshape(-1, 1, 1, 1)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+    return Place(b, zero, zero, zero, block.H, block.M, block.N, block.data or {})
+
+
+def count_elements(term: Term | None) -> int:
+    """The elements of a bound: one, or one for each batch entry."""
+    return 1 if term is None else torch.as_tensor(term).numel()
+
+
+def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
+    return strip.low, strip.high, strip.keys, strip.rows
+
+
+def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
+    columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
+    return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
+
+
+def list_bounds(term: Term | None, entries: int) -> list[int | None]:
+    if term is None:
+        return [None] * entries
+    bounds: list[int | None] = torch.as_tensor(term).flatten().expand(entries).tolist()
+    return bounds
+
+
+def list_strips(mask: Mask, at: Place) -> list[Strip] | None:
+    """The strips that a mask is joined from; None if a leaf is not a strip."""
+    if not isinstance(mask, Join):
+        strip = mask.strip(at)
+        return None if strip is None else [strip]
+    all_strips: list[Strip] = []
+    for part in mask.parts:
+        strips = list_strips(part, at)
+        if strips is None:
+            return None
+        all_strips += strips
+    return all_strips
+
+
+@final
+@frozen
+class Lines:
+    """The lines that bound strips, each once: diagonals j = i + d, keys v and queries u."""
+
+    diagonals: tuple[int, ...]
+    keys: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, strips: Bounds, M: int, N: int) -> Lines:
+        lows, highs, keys, rows = zip(*strips, strict=True)
+        after = [high + 1 for high in highs if high is not None]
+        return cls(
+            tuple({d for d in (*lows, *after) if d is not None and -M < d < N}),
+            tuple({v for v in keys if v is not None and 0 < v < N}),
+            tuple({u for u in rows if u is not None and 0 < u < M}),
+        )
+
+    def breaks(self, M: int, N: int) -> list[int]:
+        """The queries at which edges may come, go or cross, and the next ones; also 0 and M."""
+        crossings = {v - d for d in self.diagonals for v in (0, *self.keys, N)}
+        changes = {*self.rows, *crossings, *(i + 1 for i in crossings)}
+        return [0, *sorted(i for i in changes if 0 < i < M), M]
+
+    def edges(self, i: int, N: int) -> list[Edge]:
+        """The edges at query i, in order from 0 to N, one at each key."""
+        moving = {i + d: Edge(d, 1) for d in self.diagonals if 0 < i + d < N}
+        edges = {0: Edge(0)} | moving | {v: Edge(v) for v in self.keys} | {N: Edge(N)}
+        return [edges[at] for at in sorted(edges)]
+
+
+def count_points(strips: Bounds, block: Block) -> int:
+    """An upper bound of the evaluations of a mask of these strips."""
+    lines = Lines.of(strips, block.M, block.N)
+    d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
+    return (2 * d * (v + 2) + u + 1) * (d + v + 1)
+
+
+def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
+    """The layers of a mask of these strips in the batch entry of `at`."""
+    lines = Lines.of(strips, at.M, at.N)
+    rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
+    edges = [lines.edges(part.start, at.N) for part in rows]
+    where = [
+        (part.start, edge.of(part.start))
+        for part, x in zip(rows, edges, strict=True)
+        for edge in x[:-1]
+    ]
+    i, j = torch.tensor(where, device="cpu").unbind(1)
+    keep = torch.as_tensor(mask.keep(evolve(at, i=i, j=j))).expand(at.b.shape[:-1] + i.shape)
+    flags = iter(keep.flatten().tolist())
+    return tuple(
+        Layer(part, merge_runs((run for run in pairwise(x) if next(flags)), part.start))
+        for part, x in zip(rows, edges, strict=True)
+    )
+
+
+def merge_runs(runs: Iterable[Run], i: int) -> tuple[Run, ...]:
+    """The runs of a layer from query i on; runs that touch become one."""
+    whole: list[Run] = []
+    for start, stop in runs:
+        if whole and whole[-1][1].of(i) == start.of(i):
+            whole[-1] = (whole[-1][0], stop)
+        else:
+            whole.append((start, stop))
+    return tuple(whole)
+
+
+# Documents.
+
+
+def split_documents(mask: Mask) -> tuple[bool, Mask | None]:
+    """(True if the mask has documents, the parts besides them or None)."""
+    parts = flatten_join(And, mask)
+    rest = [part for part in parts if not isinstance(part, SameSegment)]
+    return len(rest) < len(parts), join_masks(And, rest) if rest else None
+
+
+def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
+    """The layers of documents intersected with `rest`; None unless `rest` is one strip."""
+    strip = Strip() if rest is None else rest.strip(entry_at(block, *block.batch))
+    documents = None if strip is None else list_documents(block)
+    if strip is None or documents is None:
+        return None
+    bounds = [kind[0] for kind in bound_entries([strip], len(block.batch))]
+    kept: list[Kept] = []
+    at = block.batch.start
+    for (bound, pieces), same in groupby(zip(bounds, documents, strict=True)):
+        count = sum(1 for _ in same)
+        layers = [x for rows, keys in pieces for x in layers_of_strip(bound, rows, keys)]
+        kept.append((range(at, at + count), tuple(layers)))
+        at += count
+    return kept
+
+
+def list_documents(block: Block) -> list[tuple[Document, ...]] | None:
+    """The documents of each batch entry; None if they are small or a number recurs."""
+    q, kv = (block.load(name, axes) for name, axes in (("q_segments", "bi"), ("kv_segments", "bj")))
+    assert q is not None
+    assert kv is not None
+    queries = list_pieces(q)
+    keys = queries if torch.equal(q, kv) else list_pieces(kv)
+    if queries is None or keys is None:
+        return None
+    none, documents = range(0), []
+    for own, others in zip(queries, keys, strict=True):
+        by_number = dict(others)
+        if len(by_number) < len(others):
+            return None
+        documents.append(tuple((rows, by_number.get(number, none)) for number, rows in own))
+    return documents
+
+
+def list_pieces(numbers: torch.Tensor) -> list[list[tuple[int, range]]] | None:
+    """The runs of equal numbers in each row of [B,L]; None if there are many."""
+    B, L = numbers.shape
+    first = torch.ones(B, 1, dtype=torch.bool, device=numbers.device)
+    begins = torch.cat((first, numbers[:, 1:] != numbers[:, :-1]), 1)
+    entries, starts = begins.nonzero().unbind(1)
+    if len(starts) > B + B * L // LEAST_DOCUMENT:
+        return None
+    each = zip(entries.tolist(), starts.tolist(), numbers[entries, starts].tolist(), strict=True)
+    pieces = []
+    for _, group in groupby(each, key=lambda piece: piece[0]):
+        own = [*group]
+        ends = [*(start for _, start, _ in own[1:]), L]
+        pieces.append([(n, range(at, end)) for (_, at, n), end in zip(own, ends, strict=True)])
+    return pieces

@@ -1,0 +1,124 @@
+"""What a mask leaves of the scores, as tiles: queries against parts of the keys.
+
+The layers of a mask give exact parts. Any mask, and a block of a layer's queries, gives parts by
+its bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, final
+
+from attrs import frozen
+
+from attn_graph.masks.places import Keys, intersect_intervals
+from attn_graph.sparsity.regions import Run
+
+
+@final
+@frozen
+class Part:
+    """Neighbouring keys [start, stop) of a tile. full: every query keeps all of them; causal:
+    the first query keeps the first one, the next one more, and so on; mixed: the mask must say.
+
+    gathered: several runs of keys in their place, copied to lie side by side.
+    """
+
+    start: int
+    stop: int
+    kind: Literal["full", "mixed", "causal"]
+    gathered: tuple[range, ...] = ()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.gathered)) if self.gathered else self.stop - self.start
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """Its keys, in runs without a hole."""
+        return self.gathered or (range(self.start, self.stop),)
+
+    def area(self, rows: int) -> int:
+        """Computed scores of `rows` queries; of a causal part the kept ones."""
+        keys = len(self)
+        if self.kind != "causal":
+            return rows * keys
+        side = min(rows, keys)
+        return side * (side + 1) // 2 + (rows - side) * keys
+
+
+@final
+@frozen
+class Tile:
+    """Queries `rows` of the batch entries `batch` against the keys of `parts`. groups: its
+    key/value heads; None: all.
+
+    repeat > 1: this many copies in all, each with queries and keys moved on by those of `rows`.
+    """
+
+    batch: range
+    rows: range
+    parts: tuple[Part, ...]
+    groups: range | None = None
+    repeat: int = 1
+
+    def heads(self, x: int, G: int) -> range:
+        """Its heads among the x heads of a tensor. G: all key/value heads."""
+        if self.groups is None:
+            return range(x)
+        return range(self.groups.start * x // G, self.groups.stop * x // G)
+
+    @property
+    def keys(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def area(self) -> int:
+        """Computed scores, for one head; of a causal part the kept ones."""
+        return self.entries * sum(part.area(len(self.rows)) for part in self.parts)
+
+    @property
+    def entries(self) -> int:
+        """The batch entries of its calls."""
+        return len(self.batch) * self.repeat
+
+    @property
+    def is_mixed(self) -> bool:
+        return any(part.kind == "mixed" for part in self.parts)
+
+
+def cut_parts(bounds: tuple[Keys, Keys], least_full: int, bridge: int) -> tuple[Part, ...]:
+    """The possible keys of a block of queries, across holes of at most `bridge` keys.
+
+    bounds: the keys that all of its queries keep, and those that any may keep. Full runs of
+    `least_full` keys stand alone.
+    """
+    surely, span = bounds
+    pieces = span.bridged(bridge).intervals
+    return tuple([part for a, b in pieces for part in split_interval(a, b, surely, least_full)])
+
+
+def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
+    if sure.covers(start, stop):
+        yield Part(start, stop, "full")
+        return
+    at = start
+    for a, b in intersect_intervals(sure.intervals, ((start, stop),)):
+        if b - a >= least_full:
+            yield from [Part(at, a, "mixed")] if at < a else []
+            yield Part(a, b, "full")
+            at = b
+    yield from [Part(at, stop, "mixed")] if at < stop else []
+
+
+def exact_parts(run: Run, rows: range) -> Iterator[Part]:
+    """A run with one first key: the keys kept by all queries, and a triangle if its end moves.
+
+    The triangle's first key is the last one of the first query, so each of its queries keeps a key.
+    """
+    start, stop = run
+    first, last = stop.of(rows.start), stop.of(rows[-1])
+    begin, full = start.of(rows.start), first - 1 if first < last else first
+    if begin < full:
+        yield Part(begin, full, "full")
+    if first < last:
+        yield Part(full, last, "causal")
