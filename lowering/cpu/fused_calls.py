@@ -153,7 +153,7 @@ class FusedRun:
     def seen(self, do: torch.Tensor, unseen: torch.Tensor, scratch: Tensors) -> torch.Tensor:
         """do as the kernel reads it, 0 in rows without keys."""
         clears = self.tiles.blind and (is_traced() or bool(unseen.any()))
-        if not clears and self.tiles.reads_do:
+        if not clears and "do" in self.tiles.in_place:
             return do
         room = fill(scratch["do"], do)
         return room.masked_fill_(unseen[..., None], 0.0) if clears else room

@@ -6,7 +6,7 @@ does little more in Python than to call the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -34,8 +34,9 @@ Addends = dict[tuple[int, ...], torch.Tensor]  # by the outline of their parts
 @final
 @frozen(eq=False)
 class PartSlot:
-    """A part of a tile. keys: cuts its keys out of x [B,G,N,D]. pieces: of a repeating tile, its
-    keys in pieces [start, stop) that do not overlap those of the next repeat, each with its cut.
+    """A part of a tile. keys: cuts its keys out of x [B,G,N,D]. pieces: of a gradient, if it can't be
+    added to those keys at once, pieces [start, stop) of them, each with its cut: the runs of
+    gathered keys, or keys of a repeating tile that do not overlap those of the next repeat.
 
     causal: True if query i keeps the keys
     up to i. addend: of the scores, if the plan holds it; makes: True if each call has to make it,
@@ -107,13 +108,14 @@ def tile_slot(tiles: FusedTiles, tile: Tile, held: Addends | None) -> TileSlot:
 def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: Addends | None) -> PartSlot:
     p = tiles.problem
     adds = part.kind == "mixed" or bool(p.node.modifiers)
-    hull = cut_keys(p, tile, range(part.start, part.stop))
-    keys = GatheredKeys.of(part, hull) if part.gathered else hull
+    keys = cut_keys(p, tile, range(part.start, part.stop))
+    if part.gathered:
+        keys = gathering_cut(part, keys)
     addend = None if not adds or held is None else held_addend(tiles, tile, part, held)
     shape, makes = addend_shape(tiles, tile, part), adds and held is None
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
-    pieces = tuple(pieces_of(p, tile, part)) if tile.repeat > 1 else ()
+    pieces = () if p.grad is None else tuple(pieces_of(p, tile, part))
     return PartSlot(part, keys, pieces, causal, makes, shape, prod(shape), empties, addend, unseen)
 
 
@@ -136,35 +138,12 @@ def find_cut(tile: Tile, rows: range, heads: range, shape: tuple[int, int, int])
     return itemgetter(tuple(slice(x.start, x.stop) for x in (tile.batch, heads, rows)))
 
 
-@final
-@frozen(eq=False)
-class GatheredKeys:
-    """Copies a part's runs of keys, to lie side by side.
-
-    hull: cuts the part out of x [B,G,N,D], and what lies between its runs. sizes: the lengths of
-    the first run, of the gap behind it, of the next run, and so on.
-    """
-
-    hull: Cut
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, part: Part, hull: Cut) -> GatheredKeys:
-        edges = [edge for run in part.gathered for edge in (run.start, run.stop)]
-        return cls(hull, tuple(b - a for a, b in pairwise(edges)))
-
-    def runs(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the runs of x [B,G,N,D]."""
-        return [*self.hull(x).split(self.sizes, 2)][::2]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.runs(x), 2)
-
-    def add(self, total: torch.Tensor, share: torch.Tensor) -> None:
-        """total [B,G,N,D] += what lies side by side."""
-        runs = self.runs(total)
-        for run, own in zip(runs, share.split(self.sizes[::2], 2), strict=True):
-            run.add_(own)
+def gathering_cut(part: Part, hull: Cut) -> Cut:
+    """Copies a part's runs of keys out of x [B,G,N,D], to lie side by side. hull: cuts out what is
+    from the first of them to the last."""
+    edges = [edge for run in part.gathered for edge in (run.start, run.stop)]
+    sizes = [b - a for a, b in pairwise(edges)]  # of the first run, the gap behind it, the next run
+    return lambda x: torch.cat(hull(x).split(sizes, 2)[::2], 2)
 
 
 def keep_all(x: torch.Tensor) -> torch.Tensor:
@@ -188,17 +167,20 @@ def cut_windows(
 
 
 def pieces_of(p: Problem, tile: Tile, part: Part) -> Iterator[tuple[int, int, Cut]]:
-    step = len(tile.rows)
-    for at in range(0, len(part), step):
-        stop = min(at + step, len(part))
-        yield at, stop, cut_keys(p, tile, range(part.start + at, part.start + stop))
+    """`PartSlot.pieces`."""
+    runs: Sequence[range] = part.gathered
+    if tile.repeat > 1:
+        keys, step = range(part.start, part.stop), len(tile.rows)
+        runs = [keys[at : at + step] for at in range(0, len(keys), step)]
+    at = 0
+    for run in runs:
+        yield at, at + len(run), cut_keys(p, tile, run)
+        at += len(run)
 
 
 def add_share(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
     """total [B,G,N,D] += a part's gradient."""
-    if isinstance(slot.keys, GatheredKeys):
-        slot.keys.add(total, share)
-    elif not slot.pieces:
+    if not slot.pieces:
         slot.keys(total).add_(share)
     for start, stop, cut in slot.pieces:
         cut(total).add_(share[:, :, start:stop])

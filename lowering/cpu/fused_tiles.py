@@ -111,8 +111,7 @@ class FusedTiles:
         """The most keys of a part, if k and v are packed a part at a time: few queries read so many
         keys that copies of all would be large. None: packed at once, or read in place."""
         p = self.problem
-        specs = dict(zip("kv", p.specs[1:3], strict=True))
-        row = p.G * self.width * self.computes.itemsize * sum(self.packs(*x) for x in specs.items())
+        row = p.G * self.width * self.computes.itemsize * sum(n in self.packed for n in "kv")
         if p.grad is not None or p.M > FEW_QUERIES or p.B * p.N * row <= MOST_PACKED:
             return None
         return max(LEAST_KEYS, MOST_PACKED // (row * p.B))
@@ -124,14 +123,11 @@ class FusedTiles:
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """The scratch buffers: packed operands, one addend, and sums in wider precision."""
-        p = self.problem
-        packed = {name: spec for name, spec in self.operands().items() if self.packs(name, spec)}
+        p, sums = self.problem, dict[str, TensorSpec]()
         if p.grad is not None:
-            sums = {f"d{name}": spec for name, spec in zip("qkv", p.specs, strict=False)}
-            packed |= {
-                n: s for n, s in sums.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)
-            }
-        buffers = {n: self.packed_buffer(n, s) for n, s in packed.items()}
+            made = {f"d{name}": spec for name, spec in zip("qkv", p.specs, strict=False)}
+            sums = {n: s for n, s in made.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)}
+        buffers = {n: self.packed_buffer(n, s) for n, s in (self.packed | sums).items()}
         return buffers | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
 
     def packed_buffer(self, name: str, spec: TensorSpec) -> Buffer:
@@ -145,6 +141,7 @@ class FusedTiles:
     def scratch(self) -> Scratch:
         return Scratch(self.buffers)
 
+    @cached_property
     def operands(self) -> dict[str, TensorSpec]:
         p = self.problem
         specs = dict(zip("qkv", p.specs, strict=False))
@@ -153,18 +150,23 @@ class FusedTiles:
             specs |= {"o": given.o} | ({"do": given.do} if given.do is not None else {})
         return specs
 
-    def packs(self, name: str, x: TensorSpec) -> bool:
-        """True if the kernel can't read an operand in place: other dtype, head size or strides, or
-        rows of do to clear."""
-        return (name == "do" and self.blind) or not self.reads(name, x)
-
-    def reads(self, name: str, x: TensorSpec) -> bool:
-        fits = (x.dtype, x.shape[3]) == (self.computes, self.width)
-        return fits and is_readable(x, like=name == "q")
+    @cached_property
+    def packed(self) -> dict[str, TensorSpec]:
+        """The operands that need room: the kernel can't read them in place, or rows of do are to be
+        cleared."""
+        clears = {"do"} if self.blind else set()
+        return {n: x for n, x in self.operands.items() if n in clears or n not in self.in_place}
 
     @cached_property
-    def reads_do(self) -> bool:
-        return self.reads("do", self.operands()["do"])
+    def in_place(self) -> set[str]:
+        """The operands that the kernel reads as they lie: of its dtype and head size, and with
+        strides that fit."""
+        due = self.computes, self.width
+        return {
+            n
+            for n, x in self.operands.items()
+            if (x.dtype, x.shape[3]) == due and is_readable(x, like=n == "q")
+        }
 
     @cached_property
     def holds(self) -> bool:
@@ -202,8 +204,7 @@ class FusedTiles:
         """The keys of the kernel's only call, if it reads all operands in place. If they are
         "mixed", one tensor of booleans hides some of them; else the scores may have a bias."""
         p, static = self.problem, self.static
-        packs = any(self.packs(name, spec) for name, spec in self.operands().items())
-        if packs or static is None or not (self.is_whole(static) and self.is_direct):
+        if self.packed or static is None or not (self.is_whole(static) and self.is_direct):
             return None
         (part,) = static[0].parts
         if p.node.modifiers:
@@ -314,9 +315,9 @@ class FusedTiles:
     @cached_property
     def is_direct(self) -> bool:
         """True if the kernel's result of the whole is o as it is due."""
-        p, q = self.problem, self.problem.specs[0]
+        p = self.problem
         joins = p.node.sinks and self.computes != p.wide
-        keeps_order = not self.packs("q", q) and has_flash_order(q)
+        keeps_order = "q" in self.in_place and has_flash_order(p.specs[0])
         return p.D <= p.E and keeps_order and not joins
 
     @property
