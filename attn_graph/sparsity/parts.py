@@ -6,13 +6,19 @@ its bounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 from typing import Literal, final
 
+import torch
 from attrs import frozen
 
-from attn_graph.masks.places import Keys, intersect_intervals
+from attn_graph.masks.places import Keys, intersect_intervals, join_intervals
 from attn_graph.sparsity.regions import Run
+
+Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 
 
 @final
@@ -49,27 +55,66 @@ class Part:
 @final
 @frozen
 class Tile:
-    """Queries `rows` of the batch entries `batch` against the keys of `parts`. groups: its
-    key/value heads; None: all.
+    """Queries `rows` of the batch entries `batch` and the query heads `heads` against the keys of
+    `parts`, of the key/value heads `groups`.
 
     repeat > 1: this many copies in all, each with queries and keys moved on by those of `rows`.
     """
 
     batch: range
+    heads: range
+    groups: range
     rows: range
     parts: tuple[Part, ...]
-    groups: range | None = None
     repeat: int = 1
 
-    def heads(self, x: int, G: int) -> range:
-        """Its heads among the x heads of a tensor. G: all key/value heads."""
-        if self.groups is None:
-            return range(x)
-        return range(self.groups.start * x // G, self.groups.stop * x // G)
-
-    @property
+    @cached_property
     def keys(self) -> int:
         return sum(map(len, self.parts))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Its keys, in runs without a hole."""
+        return join_intervals([(part.start, part.stop) for part in self.parts], gap=0)
+
+    @cached_property
+    def mixed(self) -> list[tuple[int, Part]]:
+        """The mixed parts, each with its first column among the tile's scores."""
+        columns = accumulate(map(len, self.parts), initial=0)
+        pairs = zip(columns, self.parts, strict=False)
+        return [(at, part) for at, part in pairs if part.kind == "mixed"]
+
+    # Cut out of tensors, for products of n = batch * groups matrices
+
+    @cached_property
+    def lines(self) -> tuple[int, int]:
+        """(n, L): how many products it has, and rows of scores in each."""
+        n, lines = len(self.batch) * len(self.groups), len(self.batch) * len(self.heads)
+        return n, lines // n * len(self.rows)
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int, int]:
+        """The shape of [n,L,S] as [batch,heads,rows,S]; -1 stands for the last."""
+        return len(self.batch), len(self.heads), len(self.rows), -1
+
+    @cached_property
+    def cut_queries(self) -> Cut:
+        """Cuts its queries out of x [B,H,M,...]."""
+        axes = self.batch, self.heads, self.rows
+        return itemgetter(tuple(slice(x.start, x.stop) for x in axes))
+
+    @cached_property
+    def cut_groups(self) -> Cut:
+        """Cuts all keys of its key/value heads out of x [B,G,N,D]."""
+        return itemgetter(tuple(slice(x.start, x.stop) for x in (self.batch, self.groups)))
+
+    def cut_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Its keys of x [B,G,N,D], as [n,S,D] for each run without a hole."""
+        here = self.cut_groups(x)
+        flat = here[0] if len(self.batch) == 1 else here.flatten(0, 1)
+        return [flat[:, a:b] for a, b in self.runs]
+
+    # Sums
 
     @property
     def area(self) -> int:

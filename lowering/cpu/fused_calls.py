@@ -270,7 +270,7 @@ class TileCall:
         if results is None:
             results = torch.zeros_like(rows), rows.new_full(rows.shape[:3], -INF)
         if self.given.sinks is not None:
-            sink_(*results, self.given.sinks[slot.heads.start : slot.heads.stop])
+            sink_(*results, self.given.sinks[slot.tile.heads.start : slot.tile.heads.stop])
         if not alone:
             refuse_far_rows(self.node, results[1])
         return results

@@ -14,17 +14,16 @@ from operator import itemgetter
 from typing import final
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.fused_cpu import find_unseen
 from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.cpu.schedule import Cut
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Block, Place
-from attn_graph.sparsity.parts import Part, Tile
+from attn_graph.sparsity.parts import Cut, Part, Tile
 from attn_graph.spec import INF
 
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
@@ -34,14 +33,13 @@ Addends = dict[tuple[int, ...], torch.Tensor]  # by the outline of their parts
 @final
 @frozen(eq=False)
 class PartSlot:
-    """A part of a tile. keys: cuts its keys out of x [B,G,N,D]. pieces: of a gradient, if it can't be
-    added to those keys at once, pieces [start, stop) of them, each with its cut: the runs of
+    """A part of a tile. keys: cuts its keys out of x [B,G,N,D]. pieces: of a gradient, if it can't
+    be added to those keys at once, pieces [start, stop) of them, each with its cut: the runs of
     gathered keys, or keys of a repeating tile that do not overlap those of the next repeat.
 
-    causal: True if query i keeps the keys
-    up to i. addend: of the scores, if the plan holds it; makes: True if each call has to make it,
-    of this shape and count of elements. empties: True if a row may see none of the part's keys;
-    unseen: these rows, of a held addend.
+    causal: True if query i keeps the keys up to i. addend: of the scores, if the plan holds it;
+    makes: True if each call has to make it, of this shape and count of elements. empties: True if a
+    row may see none of the part's keys; unseen: these rows, of a held addend.
     """
 
     part: Part
@@ -59,11 +57,10 @@ class PartSlot:
 @final
 @frozen(eq=False)
 class TileSlot:
-    """A tile. rows: cuts its queries out of x [B,H,M,...]. heads: its query heads."""
+    """A tile. rows: cuts its queries out of x [B,H,M,...]."""
 
     tile: Tile
     rows: Cut
-    heads: range
     parts: tuple[PartSlot, ...]
 
 
@@ -72,20 +69,18 @@ def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
     if tiles.static is None:
         return None
     held: Addends | None = {} if tiles.holds else None
-    return tuple(tile_slot(tiles, tile, held) for tile in tiles.static)
+    return tuple([tile_slot(tiles, tile, held) for tile in tiles.static])
 
 
-def held_addend(tiles: FusedTiles, tile: Tile, part: Part, held: Addends) -> torch.Tensor:
+def held_addend(
+    tiles: FusedTiles, tile: Tile, part: Part, shape: Sequence[int], held: Addends
+) -> torch.Tensor:
     """The addend of a part, made once for all parts with equal ones."""
-    node, apart = tiles.problem.node, "b" in tiles.axes
-    outline = tile.batch.start * apart, *tiles.outline(tile, part)
+    p, node, (b, h, *_) = tiles.problem, tiles.problem.node, shape
+    outline = tile.batch.start * ("b" in tiles.axes), *tiles.outline(tile, part)
     if outline not in held:
-        room = torch.empty(addend_shape(tiles, tile, part), dtype=tiles.problem.wide, device="cpu")
-        batch = tile.batch if apart else tile.batch[:1]
-        heads = range(tiles.problem.H if "h" in tiles.axes else 1)
-        here = evolve(
-            Block.whole(tiles.problem.sizes, {}), batch=batch, heads=heads, rows=tile.rows
-        )
+        room = torch.empty(shape, dtype=p.wide, device="cpu")
+        here = Block(tile.batch[:b], tile.heads[:h], tile.rows, p.H, p.M, p.N, {})
         at = Place.of(here, range(part.start, part.stop), torch.device("cpu"))
         nothing: Data = tuple({} for _ in node.modifiers)
         mixed = part.kind == "mixed"
@@ -95,14 +90,8 @@ def held_addend(tiles: FusedTiles, tile: Tile, part: Part, held: Addends) -> tor
 
 def tile_slot(tiles: FusedTiles, tile: Tile, held: Addends | None) -> TileSlot:
     """held: the addends held by the plan; None if each call makes its own."""
-    p = tiles.problem
-    heads = tile.heads(p.H, p.G)
-    return TileSlot(
-        tile,
-        find_cut(tile, tile.rows, heads, (p.B, p.H, p.M)),
-        heads,
-        tuple(part_slot(tiles, tile, part, held) for part in tile.parts),
-    )
+    p, parts = tiles.problem, tuple([part_slot(tiles, tile, x, held) for x in tile.parts])
+    return TileSlot(tile, find_cut(tile, tile.rows, tile.heads, (p.B, p.H, p.M)), parts)
 
 
 def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: Addends | None) -> PartSlot:
@@ -111,8 +100,8 @@ def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: Addends | None) -
     keys = cut_keys(p, tile, range(part.start, part.stop))
     if part.gathered:
         keys = gathering_cut(part, keys)
-    addend = None if not adds or held is None else held_addend(tiles, tile, part, held)
-    shape, makes = addend_shape(tiles, tile, part), adds and held is None
+    shape, makes = addend_shape(tiles, tile, part) if adds else (), adds and held is None
+    addend = None if not adds or held is None else held_addend(tiles, tile, part, shape, held)
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
     pieces = () if p.grad is None else tuple(pieces_of(p, tile, part))
@@ -153,7 +142,7 @@ def keep_all(x: torch.Tensor) -> torch.Tensor:
 
 def cut_keys(p: Problem, tile: Tile, keys: range) -> Cut:
     """Cuts a run of keys of a tile out of x [B,G,N,D]."""
-    return find_cut(tile, keys, tile.heads(p.G, p.G), (p.B, p.G, p.N))
+    return find_cut(tile, keys, tile.groups, (p.B, p.G, p.N))
 
 
 def cut_windows(
@@ -195,13 +184,13 @@ def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
 
 
 def slot_place(at: Place, slot: TileSlot, keys: range) -> Place:
-    return at.within(slot.tile.batch, slot.heads, slot.tile.rows, keys)
+    return at.within(slot.tile.batch, slot.tile.heads, slot.tile.rows, keys)
 
 
 def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:
     """The shape of an addend: 1 for batch or heads if it does not depend on them."""
     b = len(tile.batch) if "b" in tiles.axes else 1
-    h = len(tile.heads(tiles.problem.H, tiles.problem.G)) if "h" in tiles.axes else 1
+    h = len(tile.heads) if "h" in tiles.axes else 1
     return b, h, len(tile.rows), len(part)
 
 

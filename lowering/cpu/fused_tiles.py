@@ -176,10 +176,8 @@ class FusedTiles:
         if self.static is None or any(needs):
             return False
         heads = (self.problem.B if "b" in self.axes else 1) * self.copies
-        sizes = {
-            self.outline(*each): len(each[0].rows) * len(each[1]) for each in self.changed_parts()
-        }
-        return heads * sum(sizes.values()) <= MOST_HELD
+        outlines = {self.outline(*each) for each in self.changed_parts()}
+        return heads * sum([rows * keys for *_, rows, keys in outlines]) <= MOST_HELD
 
     @cached_property
     def shares_addends(self) -> bool:
@@ -300,10 +298,11 @@ class FusedTiles:
         narrow = self.computes != p.wide
         if self.alone is not None and self.alone.kind == "mixed":
             most += prod(p.specs[3].shape) * p.dtype.itemsize
+        direct = self.is_direct and self.is_whole(self.reached)
         for tile in self.reached:
             rows, parts = tile.entries * p.H * len(tile.rows), len(tile.parts)
             beside = rows * (MERGED * wide + torch.bool.itemsize)
-            if not (self.is_direct and self.is_whole([tile])):
+            if not direct:
                 joins = parts > 1 or p.node.sinks
                 made = rows * (self.width * self.computes.itemsize + wide)
                 sums = rows * (self.width + 1) * wide if joins else 0
@@ -328,7 +327,8 @@ class FusedTiles:
         p = self.problem
         half, entries = -(-p.N // 2), p.B if self.joins_entries else 1
         parts = Part(0, half, "mixed"), Part(half, p.N, "mixed")
-        return (Tile(range(entries), range(p.M), parts[: min(2, p.N)]),)
+        batch, heads, groups = range(entries), range(p.H), range(p.G)
+        return (Tile(batch, heads, groups, range(p.M), parts[: min(2, p.N)]),)
 
     def count_shares(self, tile: Tile, part: Part, *, first: bool) -> int:
         """Bytes of dq, dk and dv of a part of a tile, and of the kernel's copy of do. first: True
@@ -404,10 +404,12 @@ class FusedTiles:
     def block_tiles(self, whole: Block) -> list[Tile]:
         """Tiles of blocks of queries, and of each batch entry if data decide."""
         p, bounded = self.problem, bool(self.problem.node.modifiers)
-        entries = [evolve(whole, batch=x) for x in split_range(whole.batch, bool(whole.data))]
-        listed: list[Tile] = []
-        for groups in self.groups:
-            each = (row_tiles(p, x, min(self.rows, p.M), groups) for x in entries)
+        entries = split_range(whole.batch, bool(whole.data))
+        listed, step = list[Tile](), p.H // len(self.groups)
+        for at, groups in enumerate(self.groups):
+            heads = whole.heads[at * step :][:step]
+            blocks = (evolve(whole, batch=batch, heads=heads) for batch in entries)
+            each = (row_tiles(p.node.mask, x, groups, min(self.rows, p.M)) for x in blocks)
             gathered = ([self.gather(tile) for tile in tiles] for tiles in each)
             joined = [join_neighbours(tiles, self.joined, bounded) for tiles in gathered]
             if self.joins_entries:
@@ -433,11 +435,11 @@ class FusedTiles:
         return min(DATA_ROWS, *blocks) if blocks else DATA_ROWS
 
     @cached_property
-    def groups(self) -> Sequence[range | None]:
+    def groups(self) -> Sequence[range]:
         """The key/value heads of each tile: one, if tables tell heads apart; else all."""
         p = self.problem
         apart = any(p.by_role.mask[leaf.name].shape[1] > 1 for leaf in self.tables)
-        return [range(g, g + 1) for g in range(p.G)] if apart and p.G > 1 else [None]
+        return split_range(range(p.G), apart)
 
     def gather(self, tile: Tile) -> Tile:
         """A tile with few parts: their keys are copied to lie side by side."""
@@ -455,8 +457,8 @@ class FusedTiles:
     @property
     def bytes_of_key(self) -> int:
         """Bytes of k and v of one key of a tile listed by data. All batch entries may be joined."""
-        heads = self.problem.G if self.groups == [None] else 1
-        return self.problem.B * heads * 2 * self.width * self.computes.itemsize
+        numbers = self.problem.B * len(self.groups[0]) * 2 * self.width
+        return numbers * self.computes.itemsize
 
     @property
     def copied(self) -> int:
@@ -466,17 +468,17 @@ class FusedTiles:
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
         """True if one call of the kernel gives all results."""
-        if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1 or tiles[0].groups:
+        if len(tiles) != 1 or len(tiles[0].parts) != 1 or tiles[0].repeat > 1:
             return False
         p, tile = self.problem, tiles[0]
-        rows, keys = len(tile.rows) == p.M, p.grad is None or len(tile.parts[0]) == p.N
-        return rows and keys and len(tile.batch) == p.B
+        keys = p.grad is None or len(tile.parts[0]) == p.N
+        return keys and (*map(len, (tile.batch, tile.heads, tile.rows)),) == (p.B, p.H, p.M)
 
 
 def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
     """For `explain`: the number of kernel calls, and their share of the scores."""
     whole = problem.B * problem.M * problem.N
-    area, calls = sum(t.area for t in tiles), kernel_calls(tiles)
+    area, calls = sum([tile.area for tile in tiles]), kernel_calls(tiles)
     share = f"{100 * area / whole:.3g} % of the {problem.H * whole:,} scores"
     return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
@@ -500,7 +502,8 @@ def adds_in_place(problem: Problem, part: Part) -> bool:
 
 def whole_tile(problem: Problem, kind: Literal["full", "mixed"]) -> Tile:
     """All scores as one tile."""
-    return Tile(range(problem.B), range(problem.M), (Part(0, problem.N, kind),))
+    p, parts = problem, (Part(0, problem.N, kind),)
+    return Tile(range(p.B), range(p.H), range(p.G), range(p.M), parts)
 
 
 def takes_layers(problem: Problem) -> bool:

@@ -16,7 +16,7 @@ from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, back_, change_
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
-from attn_graph.lowering.cpu.product_slots import ProductSlot, draw
+from attn_graph.lowering.cpu.product_slots import draw
 from attn_graph.lowering.cpu.product_tiles import (
     ZERO,
     Call,
@@ -31,6 +31,7 @@ from attn_graph.lowering.cpu.product_tiles import (
 )
 from attn_graph.machine.philox import Compare, place_in_whole
 from attn_graph.masks.places import Place
+from attn_graph.sparsity.parts import Tile
 from attn_graph.spec import INF
 
 
@@ -48,8 +49,8 @@ def attend(call: Call) -> list[torch.Tensor]:
     made = {"o": p.new_o(device, call.scratch)}
     made |= {n: p.new_statistic(n, device, call.scratch) for n in op.names if n not in ("o", "to")}
     made |= {"to": p.new_o(device)} if "to" in op.names else {}
-    for slot in tiles.tiles(call.given.mask):
-        Here(tiles, call, slot).attend({name: slot.rows(x) for name, x in made.items()})
+    for tile in tiles.tiles(call.given.mask):
+        Here(tiles, call, tile).attend({name: tile.cut_queries(x) for name, x in made.items()})
     return [made[name] for name in op.names]
 
 
@@ -58,8 +59,8 @@ def pull(call: Call) -> list[torch.Tensor]:
     p, tiles, grad = call.tiles.problem, call.tiles, call.tiles.problem.grad
     assert grad is not None
     sums, totals = start_sums(call), tiles.totals(call.given)
-    for slot in tiles.tiles(call.given.mask):
-        Here(tiles, call, slot).pull(sums, totals)
+    for tile in tiles.tiles(call.given.mask):
+        Here(tiles, call, tile).pull(sums, totals)
     made = {n: x.to(p.specs[n].dtype) for n, x in sums.items()}
     made |= tiles.collected(totals)
     return [made[n] for n, wanted in enumerate(grad.wants) if wanted]
@@ -86,18 +87,18 @@ class Here:
 
     tiles: ProductTiles
     call: Call
-    slot: ProductSlot
+    tile: Tile
 
     # Memory
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,L,last]."""
-        n, L = self.slot.lines
+        n, L = self.tile.lines
         return self.call.scratch[name][: n * L * last].view(n, L, last)
 
     def block(self, name: str) -> torch.Tensor:
         """A buffer of scores."""
-        return self.room(name, self.slot.keys)
+        return self.room(name, self.tile.keys)
 
     def rooms(self, name: str, last: int) -> Dual[torch.Tensor]:
         """A buffer, and that of its tangent in forward mode."""
@@ -111,12 +112,12 @@ class Here:
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n,L,S] as [batch,heads,rows,S]."""
-        return x.view(self.slot.grid)
+        return x.view(self.tile.grid)
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D], gathered in a buffer as [n,L,D]."""
         room = self.room(name, x.shape[3])
-        room.view(self.slot.grid).copy_(self.slot.rows(x))
+        room.view(self.tile.grid).copy_(self.tile.cut_queries(x))
         return room
 
     def load_known(self, name: str, x: Maybe) -> Maybe:
@@ -129,7 +130,7 @@ class Here:
         """A number of each head, x [H], as [n,L,1]."""
         if x is None:
             return None
-        room, heads = torch.empty_like(self.room("lse", 1)), self.slot.heads
+        room, heads = torch.empty_like(self.room("lse", 1)), self.tile.heads
         self.heads(room).copy_(x[heads.start : heads.stop, None, None])
         return room
 
@@ -160,27 +161,27 @@ class Here:
         if not terms:
             s.zero_()
         for n, (x, keys) in enumerate(terms):
-            products.scores_(s, x, self.slot.keys_of(keys), scale, min(n, 1), room)
+            products.scores_(s, x, self.tile.cut_keys(keys), scale, min(n, 1), room)
 
     def weigh(self, o: torch.Tensor, terms: Sequence[Pair], scale: float = 1.0) -> None:
         """o [n,L,E] = scale * the sum of p values, of this tile's keys."""
         if not terms:
             o.zero_()
         for n, (p, values) in enumerate(terms):
-            keys = self.slot.keys_of(values)
+            keys = self.tile.cut_keys(values)
             products.weigh_(o, p, keys, scale, min(n, 1), self.call.scratch.get("product"))
 
     def weigh_back(self, total: torch.Tensor, terms: Sequence[Pair], scale: float) -> None:
         """Add scale * the sum of p^T x to this tile's keys of a total [B,G,N,E]."""
         for p, x in terms:
             room = self.call.scratch.get("product")
-            products.add_transposed_(self.slot.keys_of(total), p, x, scale, room)
+            products.add_transposed_(self.tile.cut_keys(total), p, x, scale, room)
 
     # Scores, from the products to the weights
 
     def scores(self, q: Dual[torch.Tensor]) -> Dual[torch.Tensor]:
         """The modified and masked scores, and their tangents, 0 in masked places."""
-        node, cap, both = self.tiles.problem.node, self.tiles.cap, self.rooms("s", self.slot.keys)
+        node, cap, both = self.tiles.problem.node, self.tiles.cap, self.rooms("s", self.tile.keys)
         s, ts = both.value, both.tangent
         if ts is not None:
             self.multiply(ts, moves_of(q, self.call.k), node.scale)
@@ -197,10 +198,10 @@ class Here:
             if ts is not None:
                 self.push_(i, s, ts)
                 self.save(f"tstep{i}", ts)
-        for at, part in self.slot.mixed:
+        for at, part in self.tile.mixed:
             keys = slice(at, at + len(part))
-            piece = s.view(self.slot.grid)[..., keys]
-            hide_(piece, self.tiles.bits(self.slot, part, self.call.places, piece))
+            piece = s.view(self.tile.grid)[..., keys]
+            hide_(piece, self.tiles.bits(self.tile, part, self.call.places, piece))
             if ts is not None:
                 self.cut(keys, ts).masked_fill_(piece == -INF, 0.0)
         if ts is not None and any(m.hides for m in node.modifiers):
@@ -214,10 +215,10 @@ class Here:
     def pieces(self) -> Iterator[tuple[Place, partial[torch.Tensor]]]:
         """The places of each part of the keys, and a cut of its scores [batch,heads,rows,keys] out
         of a block."""
-        tile, heads, at = self.slot.tile, self.slot.heads, 0
+        tile, at = self.tile, 0
         for part in tile.parts:
             keys = range(part.start, part.stop)
-            place = self.call.places.within(tile.batch, heads, tile.rows, keys)
+            place = self.call.places.within(tile.batch, tile.heads, tile.rows, keys)
             yield place, partial(self.cut, slice(at, at + len(part)))
             at += len(part)
 
@@ -281,13 +282,13 @@ class Here:
     def attend(self, results: Tensors) -> None:
         """Fill this tile's rows of the results, by name."""
         o, lse = self.rooms("o", self.tiles.problem.E), self.rooms("lse", 1)
-        (self.softmax if self.slot.tile.parts else self.see_nothing)(o, lse, results)
+        (self.softmax if self.tile.parts else self.see_nothing)(o, lse, results)
         if o.tangent is not None and lse.tangent is not None:
             o.tangent.addcmul_(o.value, lse.tangent, value=-1)
             results["to"].copy_(self.heads(o.tangent))
             results["tlse"].copy_(self.heads(lse.tangent)[..., 0])
-        results["o"].copy_(o.value.view(self.slot.grid))
-        results["lse"].copy_(lse.value.view(self.slot.grid)[..., 0])
+        results["o"].copy_(o.value.view(self.tile.grid))
+        results["lse"].copy_(lse.value.view(self.tile.grid)[..., 0])
 
     def see_nothing(self, o: Dual[torch.Tensor], lse: Dual[torch.Tensor], results: Tensors) -> None:
         """`softmax` of a tile without keys."""
@@ -345,10 +346,10 @@ class Here:
             if x is not None:
                 self.clear(x)
         surplus, total = self.surplus(read, do), None
-        if self.slot.tile.parts:
+        if self.tile.parts:
             total = self.pull_scores(lse, do, surplus, sums, totals)
         elif 0 in sums:
-            self.slot.rows(sums[0]).zero_()
+            self.tile.cut_queries(sums[0]).zero_()
         if "sinks" in roles and (place := roles.index("sinks")) in sums:
             self.pull_sinks(lse, surplus, total, sums[place])
 
@@ -374,7 +375,7 @@ class Here:
             torch.mul(x, y, out=room)
             out.add_(room.sum(-1, keepdim=True)) if n else torch.sum(room, -1, True, out=out)
         if less is not None:
-            self.heads(out).sub_(self.slot.rows(less))
+            self.heads(out).sub_(self.tile.cut_queries(less))
         self.clear(out)
 
     def pull_scores(
@@ -411,7 +412,7 @@ class Here:
         self, p: torch.Tensor, u: Maybe, do: Dual[Maybe], surplus: Dual[torch.Tensor]
     ) -> Dual[torch.Tensor]:
         """ds = p g, and tds = p (u g + tg), of the masked scores, with g = dp - surplus."""
-        scores, rate = self.rooms("ds", self.slot.keys), self.tiles.problem.node.dropout
+        scores, rate = self.rooms("ds", self.tile.keys), self.tiles.problem.node.dropout
         ds, tds = scores.value, scores.tangent
         self.multiply(ds, product_of(do, self.call.v), 1 / (1 - rate))
         if tds is not None:
@@ -489,7 +490,7 @@ class Here:
         if 0 in sums:
             dq = self.room("dq", self.tiles.problem.D)
             self.weigh(dq, self.result(factors, self.call.k), scale)
-            self.slot.rows(sums[0]).copy_(self.heads(dq))
+            self.tile.cut_queries(sums[0]).copy_(self.heads(dq))
         if 1 in sums:
             self.weigh_back(sums[1], self.result(factors, q), scale)
 
@@ -498,7 +499,7 @@ class Here:
         dsinks: torch.Tensor,
     ) -> None:  # fmt: skip
         """Add - sum_bi exp(sinks - lse) surplus, or its tangent. total: divides exp(. - lse)."""
-        sink, moved, heads = self.sinks.value, self.sinks.tangent, self.slot.heads
+        sink, moved, heads = self.sinks.value, self.sinks.tangent, self.tile.heads
         assert sink is not None
         shares, due = products.exp_of(sink, lse.value), surplus.value
         if total is not None:

@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from operator import itemgetter
-from typing import final
 
 import torch
-from attrs import Factory, field, frozen
+from attrs import frozen
 
 from attn_graph.ir.attention import Operands
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
-    Cut,
     parts_of,
     row_tiles,
 )
@@ -25,7 +22,7 @@ from attn_graph.machine.philox import ALWAYS, ROOMS, WORDS, Compare, counters, d
 from attn_graph.machine.workspace import Buffer
 from attn_graph.masks import Mask, needs_of
 from attn_graph.masks.canonical import is_ours
-from attn_graph.masks.places import Block, Place, join_intervals
+from attn_graph.masks.places import Block, Place
 from attn_graph.sparsity.parts import Part, Tile
 from attn_graph.spec import TensorSpec
 
@@ -53,50 +50,6 @@ MOST_POSITIONS = 2**12  # held, in 32 KiB
 LEAST_FULL = 64  # keys: on a longer run the mask is not evaluated
 
 
-@final
-@frozen(eq=False)
-class ProductSlot:
-    """A tile, made ready for calls.
-
-    heads: its query heads. shape: how many batch entries, groups, query heads a group and queries;
-    lines: (n, L), how many products and rows of each; grid: (batch, heads, rows, -1). rows: cuts
-    its queries out of x [B,H,M,...]. groups: cuts its batch entries and groups out of x [B,G,N,D].
-    runs: its keys, in runs without a hole. mixed: the parts decided by the mask, each with its
-    first column among the tile's scores.
-    """
-
-    tile: Tile
-    heads: range
-    shape: tuple[int, int, int, int]
-    rows: Cut
-    groups: Cut
-    runs: tuple[tuple[int, int], ...]
-    mixed: tuple[tuple[int, Part], ...]
-    keys: int = field(init=False, default=Factory(lambda slot: slot.tile.keys, takes_self=True))
-    lines: tuple[int, int] = field(
-        init=False, default=Factory(lambda slot: count_lines(*slot.shape), takes_self=True)
-    )
-    grid: tuple[int, int, int, int] = field(
-        init=False, default=Factory(lambda slot: shape_grid(*slot.shape), takes_self=True)
-    )
-
-    def keys_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The tile's keys of x [B,G,N,D], as [n,S,D] for each run of parts without a hole."""
-        here = self.groups(x)
-        flat = here[0] if self.shape[0] == 1 else here.flatten(0, 1)
-        return [flat[:, a:b] for a, b in self.runs]
-
-
-def count_lines(b: int, g: int, r: int, m: int) -> tuple[int, int]:
-    """How many products a tile has, and rows of each."""
-    return b * g, r * m
-
-
-def shape_grid(b: int, g: int, r: int, m: int) -> tuple[int, int, int, int]:
-    """The batch entries, query heads and queries of a tile, and -1 for the last axis."""
-    return b, g * r, m, -1
-
-
 @frozen
 class TileGrid:
     """The tiles' sizes: each has n = batch * groups key/value heads, and `rows` queries of their
@@ -114,25 +67,36 @@ class TileGrid:
         return self.problem.H // self.problem.G
 
     @cached_property
-    def listed(self) -> tuple[ProductSlot, ...] | None:
+    def listed(self) -> tuple[Tile, ...] | None:
         """The tiles, if no data decides them and they are few; else each call lists them."""
         p, by_data = self.problem, bool(needs_of(self.problem.node.mask))
-        count = count_slots(p, self.rows, self.batch, self.groups)
+        count = count_tiles(p, self.rows, self.batch, self.groups)
         if count > MOST_READY or (by_data and not self.whole_rows):
             return None
-        return tuple(self.slots(None if by_data else {}))
+        return tuple(self.list_tiles(None if by_data else {}))
 
     @cached_property
     def reach(self) -> int:
         if self.listed is None:
             return find_reach(self.problem, self.rows)
-        return max(slot.keys for slot in self.listed)
+        return max(tile.keys for tile in self.listed)
 
-    def slots(self, data: Mapping[str, torch.Tensor] | None) -> Iterator[ProductSlot]:
-        return list_slots(self.problem, self.rows, self.batch, self.groups, data)
+    def list_tiles(self, data: Mapping[str, torch.Tensor] | None) -> Iterator[Tile]:
+        """All tiles, given the mask's tensors; None: they have all keys."""
+        p = self.problem
+        parts: tuple[Part, ...] = (Part(0, p.N, "mixed"),)
+        for b, g, i in product(
+            split_length(p.B, self.batch),
+            split_length(p.G, self.groups),
+            split_length(p.M, self.rows),
+        ):
+            heads = range(g.start * self.r, g.stop * self.r)
+            if data is not None:
+                parts = parts_of(p.node.mask, Block(b, heads, i, p.H, p.M, p.N, data), LEAST_FULL)
+            yield Tile(b, heads, g, i, parts)
 
-    def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[ProductSlot]:
-        return self.slots(data) if self.listed is None else self.listed
+    def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[Tile]:
+        return self.list_tiles(data) if self.listed is None else self.listed
 
     @cached_property
     def holds(self) -> bool:
@@ -140,14 +104,14 @@ class TileGrid:
         mask = self.problem.node.mask
         return mask is not None and not mask.needs and is_ours(mask)
 
-    def bits(self, slot: ProductSlot, part: Part, at: Place, scores: torch.Tensor) -> Bits:
+    def bits(self, tile: Tile, part: Part, at: Place, scores: torch.Tensor) -> Bits:
         """Bits that hide a part's masked places. at: all places of the call."""
-        mask, tile, keys = self.problem.node.mask, slot.tile, range(part.start, part.stop)
+        mask, keys = self.problem.node.mask, range(part.start, part.stop)
         assert mask is not None
         few = len(tile.rows) * (part.stop - part.start) <= MOST_HELD
         if few and self.holds and type(scores) is torch.Tensor and scores.is_cpu:
             return held_bits(mask, tile.rows, keys, (at.H, at.M, at.N), scores.dtype)
-        here = at.within(tile.batch, slot.heads, tile.rows, keys)
+        here = at.within(tile.batch, tile.heads, tile.rows, keys)
         keep = torch.as_tensor(mask.keep(here), device=scores.device)
         return hiding_bits(keep, scores.dtype)
 
@@ -264,7 +228,7 @@ def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
     p, scores = problem, DROPOUT_SCORES if drops else count_row_scores(problem)
     if p.grad is not None and p.dtype == p.wide:
         half = p.M, *choose_heads(p, None, p.M, scores // 2, by_data=reads_picked(p))
-        if count_slots(p, *half) <= MOST_READY:
+        if count_tiles(p, *half) <= MOST_READY:
             return half
     return p.M, *choose_heads(p, None, p.M, scores, by_data=reads_picked(p))
 
@@ -275,7 +239,7 @@ def reads_picked(problem: Problem) -> bool:
     return bool(needs_of(problem.node.mask)) and not problem.node.is_biased
 
 
-def count_slots(problem: Problem, rows: int, batch: int, groups: int) -> int:
+def count_tiles(problem: Problem, rows: int, batch: int, groups: int) -> int:
     p = problem
     return -(-p.B // batch) * -(-p.G // groups) * -(-p.M // rows)
 
@@ -317,41 +281,10 @@ def find_unmasked_rows(problem: Problem) -> int:
     return min(UNMASKED_ROWS, max(MOST_ROWS, PLACES // problem.N))
 
 
-def list_slots(
-    problem: Problem, rows: int, batch: int, groups: int, data: Mapping[str, torch.Tensor] | None
-) -> Iterator[ProductSlot]:
-    """All tiles of these sizes, given the mask's tensors; None: they have all keys."""
-    p = problem
-    for b, g, i in product(
-        split_length(p.B, batch), split_length(p.G, groups), split_length(p.M, rows)
-    ):
-        yield make_slot(p, b, g, i, data)
-
-
 def split_length(length: int, size: int) -> list[range]:
     """The positions in pieces of `size`; the last may be shorter."""
     whole = range(length)
     return [whole[at : at + size] for at in whole[::size]]
-
-
-def make_slot(
-    problem: Problem, b: range, g: range, rows: range, data: Mapping[str, torch.Tensor] | None
-) -> ProductSlot:
-    """The tile of some batch entries, key/value heads and queries."""
-    p, r = problem, problem.H // problem.G
-    heads = range(g.start * r, g.stop * r)
-    parts: tuple[Part, ...] = (Part(0, p.N, "mixed"),)
-    if data is not None:
-        parts = parts_of(p.node.mask, Block(b, heads, rows, p.H, p.M, p.N, data), LEAST_FULL)
-    return ProductSlot(
-        Tile(b, rows, parts),
-        heads,
-        (len(b), len(g), r, len(rows)),
-        itemgetter(tuple(slice(x.start, x.stop) for x in (b, heads, rows))),
-        itemgetter(tuple(slice(x.start, x.stop) for x in (b, g))),
-        join_intervals([(x.start, x.stop) for x in parts], gap=0),
-        tuple(find_mixed(parts)),
-    )
 
 
 def find_reach(problem: Problem, rows: int) -> int:
@@ -360,17 +293,8 @@ def find_reach(problem: Problem, rows: int) -> int:
     p, mask = problem, problem.node.mask
     if mask is None or mask.needs or rows * MOST_READY < p.M:
         return p.N
-    tiles = row_tiles(p, Block.whole(p.sizes), rows)
+    tiles = row_tiles(mask, Block.whole(p.sizes), range(p.G), rows)
     return max(1, *(tile.keys for tile in tiles))
-
-
-def find_mixed(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
-    """The mixed parts, each with the number of keys before it."""
-    at = 0
-    for part in parts:
-        if part.kind == "mixed":
-            yield at, part
-        at += len(part)
 
 
 def packs(spec: TensorSpec, factors: torch.dtype) -> bool:

@@ -13,9 +13,10 @@ from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.products import LOG2_E, drop_, multiply_, softmax_backward
 from attn_graph.kernels.row_sums import has_whole_rows, sum_rows_
-from attn_graph.lowering.cpu.product_slots import ProductSlot, TileGrid
+from attn_graph.lowering.cpu.product_slots import TileGrid
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Place
+from attn_graph.sparsity.parts import Tile
 from attn_graph.spec import INF
 
 # Numbers of k cast at a time, within a cache, at least one key's; and the least keys of a head
@@ -223,43 +224,43 @@ class Spot:
 
     tiles: TileGrid
     whole: bool
-    slot: ProductSlot
+    tile: Tile
     core: Core
     places: Place
     given: Sequence[Tensors]
 
     def room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,L,last]."""
-        n, L = self.slot.lines
+        n, L = self.tile.lines
         return self.core.scratch[name][: n * L * last].view(n, L, last)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n,L,S] as [batch,heads,rows,S]."""
-        return x.view(self.slot.grid)
+        return x.view(self.tile.grid)
 
     def rows(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's queries of x [B,H,M,D] as [n,L,D]: in place, or room for them, since oneDNN
         copies gaps."""
-        rows, room = self.slot.rows(x), self.room(name, x.shape[3])
+        rows, room = self.tile.cut_queries(x), self.room(name, x.shape[3])
         return rows.view(room.shape) if rows.is_contiguous() else room
 
     def load(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """`rows`, filled."""
-        room, rows = self.rows(name, x), self.slot.rows(x)
+        room, rows = self.rows(name, x), self.tile.cut_queries(x)
         if not rows.is_contiguous():
             self.heads(room).copy_(rows)
         return room
 
     def store(self, x: torch.Tensor, made: torch.Tensor) -> None:
         """This tile's queries of x [B,H,M,D] = the result in their room."""
-        rows = self.slot.rows(x)
+        rows = self.tile.cut_queries(x)
         if not rows.is_contiguous():
             rows.copy_(self.heads(made))
 
     def load_keys(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """This tile's keys of x [B,G,N,D] as [n,S,D], without gaps too."""
-        here, n = self.slot.groups(x), self.slot.lines[0]
-        pieces = [here[:, :, a:b] for a, b in self.slot.runs]
+        here, n = self.tile.cut_groups(x), self.tile.lines[0]
+        pieces = [here[:, :, a:b] for a, b in self.tile.runs]
         if len(pieces) == 1 and pieces[0].is_contiguous():
             return pieces[0].view(n, -1, x.shape[3])
         room = self.key_room(name, x.shape[3])
@@ -268,27 +269,26 @@ class Spot:
 
     def key_room(self, name: str, last: int) -> torch.Tensor:
         """A buffer as [n,S,last]."""
-        n, S = self.slot.lines[0], self.slot.keys
+        n, S = self.tile.lines[0], self.tile.keys
         return self.core.scratch[name][: n * S * last].view(n, S, last)
 
     def keys_made(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Room for this tile's gradient [n,S,D] by k or v: in x [B,G,N,D] if it is all."""
         if not self.whole:
             return self.key_room(name, x.shape[3])
-        return self.slot.groups(x).view(-1, self.slot.keys, x.shape[3])
+        return self.tile.cut_groups(x).view(-1, self.tile.keys, x.shape[3])
 
     def add_keys(self, x: torch.Tensor, made: torch.Tensor) -> None:
         """This tile's keys of x [B,G,N,D] += made [n,S,D]."""
         at = 0
-        for piece in self.slot.keys_of(x):
+        for piece in self.tile.cut_keys(x):
             piece.add_(made[:, at : at + piece.shape[1]])
             at += piece.shape[1]
 
     @property
     def place(self) -> Place:
-        slot = self.slot
-        keys = range(self.tiles.problem.N)
-        return self.places.within(slot.tile.batch, slot.heads, slot.tile.rows, keys)
+        tile, keys = self.tile, range(self.tiles.problem.N)
+        return self.places.within(tile.batch, tile.heads, tile.rows, keys)
 
     def change(self, s: torch.Tensor) -> None:
         """Add biases to the scores of this tile, and hide its masked places. Caps are a step of the
@@ -297,19 +297,19 @@ class Spot:
             steps = zip(self.tiles.problem.node.modifiers, self.given, strict=True)
             for modifier, data in steps:
                 change_(modifier, self.heads(s), self.place.reading(data))
-        for at, part in self.slot.mixed:
+        for at, part in self.tile.mixed:
             piece = self.heads(s)[..., at : at + len(part)]
-            hide_(piece, self.tiles.bits(self.slot, part, self.places, piece))
+            hide_(piece, self.tiles.bits(self.tile, part, self.places, piece))
 
     def attend(
         self, operands: Sequence[torch.Tensor], o: torch.Tensor, saved: torch.Tensor | None,
         sign: Change | None,
     ) -> None:  # fmt: skip
         """Fill this tile's rows of o [B,H,M,E], and of lse [B,H,M] or weights if wanted."""
-        if not self.slot.tile.parts:  # never with kept weights
-            self.slot.rows(o).zero_()
+        if not self.tile.parts:  # never with kept weights
+            self.tile.cut_queries(o).zero_()
             if saved is not None:
-                self.slot.rows(saved).fill_(-INF)
+                self.tile.cut_queries(saved).fill_(-INF)
             return
         q, k, v = operands
         made, room = self.rows("o", o), None if saved is None else self.saved_room(saved)
@@ -317,13 +317,13 @@ class Spot:
         self.core.attend(self.change, self.load("q", q), *keys, made, room, sign=sign)
         self.store(o, made)
         if saved is not None and room is not None and not self.core.steps.kept:
-            self.slot.rows(saved).copy_(self.heads(room)[..., 0])
+            self.tile.cut_queries(saved).copy_(self.heads(room)[..., 0])
 
     def saved_room(self, saved: torch.Tensor) -> torch.Tensor:
         """This tile's rows of weights [B,H,M,N] as [n,L,N] in place, or room for rows of lse
         [B,H,M] as [n,L,1]."""
         if self.core.steps.kept:
-            return self.slot.rows(saved).view(*self.slot.lines, -1)
+            return self.tile.cut_queries(saved).view(*self.tile.lines, -1)
         return self.room("lse", 1)
 
     def pull(
@@ -332,14 +332,14 @@ class Spot:
     ) -> None:  # fmt: skip
         """Fill this tile's rows of dq, and add to dk and dv."""
         (q, k, v), (dq, dk, dv) = operands, grads
-        if not self.slot.tile.parts:
-            self.slot.rows(dq).zero_()
+        if not self.tile.parts:
+            self.tile.cut_queries(dq).zero_()
             return
         keys = self.load_keys("k", k), self.load_keys("v", v)
         made = self.keys_made("dk", dk), self.keys_made("dv", dv)
         rows, room = self.rows("dq", dq), self.saved_room(saved)
         if not self.core.steps.kept:
-            self.heads(room).copy_(self.slot.rows(saved)[..., None])
+            self.heads(room).copy_(self.tile.cut_queries(saved)[..., None])
         self.core.pull(self.change, self.load("q", q), *keys, self.load("o", do), room, rows, *made)
         self.store(dq, rows)
         if not self.whole:
@@ -351,5 +351,5 @@ class Spot:
         steps = zip(self.tiles.problem.node.modifiers, self.given, totals, strict=True)
         for modifier, data, sums in steps:
             if sums:
-                ds = self.heads(self.room("ds", self.slot.keys))
+                ds = self.heads(self.room("ds", self.tile.keys))
                 modifier.collect(sums, ds, self.place.reading(data))

@@ -237,7 +237,7 @@ class RowTiles(TileGrid):
         p = self.problem
         if self.rows < p.M or self.listed is None:
             return False
-        return all(slot.runs == ((0, p.N),) for slot in self.listed)
+        return all(tile.runs == ((0, p.N),) for tile in self.listed)
 
     @property
     def turns(self) -> bool:
@@ -345,8 +345,7 @@ class RowTiles(TileGrid):
             self.attend(operands, scratch, o, saved, seed)
             return (o,)
         for spot in self.spots(operands, scratch, q):
-            slot = spot.slot
-            sign = seed and self.signer(scratch, seed, slot.tile.batch, slot.heads)
+            sign = seed and self.signer(scratch, seed, spot.tile.batch, spot.tile.heads)
             spot.attend((q, k, v), o, saved, sign)
         return (o,)
 
@@ -455,8 +454,8 @@ class RowTiles(TileGrid):
         given = self.problem.node.split(own)
         core = Core(self.steps, scratch, self.leaves_blind(given.modifiers), divides)
         places = self.places(given.mask, like)
-        for slot in self.tiles(given.mask):
-            yield Spot(self, self.whole, slot, core, places, given.modifiers)
+        for tile in self.tiles(given.mask):
+            yield Spot(self, self.whole, tile, core, places, given.modifiers)
 
     def divides(self, saved: torch.Tensor) -> bool:
         """True if weights are divided by their own sum: a large lse does not tell it. saved: lse,

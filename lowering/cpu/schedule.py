@@ -6,11 +6,10 @@ blocks of queries read the keys that they may see, with -inf added to those they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
 from math import log2, prod
 
-import torch
 from attrs import evolve
 
 from attn_graph.lowering.problem import Problem
@@ -29,7 +28,6 @@ DATA_ROWS = 128  # queries a tile, if data decides their keys
 LEAST_FULL = 512  # keys: a longer run without mask is worth a call of its own and a merge
 BRIDGE = 32  # keys: a hole this small costs less to compute than a tile to begin
 MOST_TILES = 2**13  # listed and made ready ahead of calls; beyond, each call lists them
-Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 
 
 # Prices
@@ -93,12 +91,12 @@ def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ..
     return cut_parts(mask.bound_keys(block), least_full, BRIDGE)
 
 
-def row_tiles(problem: Problem, whole: Block, rows: int, groups: range | None = None) -> list[Tile]:
-    """A tile for each block of `rows` queries. groups: of some key/value heads."""
-    tile = Tile(whole.batch, whole.rows, (), groups)
-    blocks = evolve(whole, heads=tile.heads(problem.H, problem.G)).split(rows)
-    mask = problem.node.mask
-    return [evolve(tile, rows=x.rows, parts=parts_of(mask, x, LEAST_FULL)) for x in blocks]
+def row_tiles(mask: Mask | None, whole: Block, groups: range, rows: int) -> list[Tile]:
+    """A tile for each block of `rows` queries. groups: the key/value heads of the block's heads."""
+    return [
+        Tile(x.batch, x.heads, groups, x.rows, parts_of(mask, x, LEAST_FULL))
+        for x in whole.split(rows)
+    ]
 
 
 def gather_parts(tile: Tile, least: int, most: int) -> Tile:
@@ -202,9 +200,10 @@ def tiles_of_layer(
 ) -> Iterator[Tile]:
     """One tile; or blocks of `rows` queries if a run's start moves. If all edges move, blocks
     repeat: their calls are few."""
+    heads = range(problem.H), range(problem.G)
     if stands_still(layer):
         parts = tuple(part for run in layer.runs for part in exact_parts(run, layer.rows))
-        yield Tile(batch, layer.rows, parts)
+        yield Tile(batch, *heads, layer.rows, parts)
         return
     queries = layer.rows
     if moves_along(layer):
@@ -218,14 +217,15 @@ def tiles_of_layer(
                 yield from move_tile(tile, at * step, min(most, count - at))
     for at in range(0, len(queries), rows):
         block = queries[at : at + rows]
-        yield Tile(batch, block, block_parts(layer, block))
+        yield Tile(batch, *heads, block, block_parts(layer, block))
 
 
 def first_window(problem: Problem, batch: range, layer: Layer, rates: CpuRates) -> Tile:
     """The first block of a layer of which all blocks are alike."""
     keys = sum(len(part) for part in block_parts(layer, layer.rows[:1]))
     rows = choose_rows(problem, rates, keys, calls=0)
-    return Tile(batch, layer.rows[:rows], block_parts(layer, layer.rows[:rows]))
+    first, heads = layer.rows[:rows], (range(problem.H), range(problem.G))
+    return Tile(batch, *heads, first, block_parts(layer, first))
 
 
 def count_windows(problem: Problem, tile: Tile) -> int:
@@ -238,7 +238,8 @@ def move_tile(tile: Tile, by: int, repeat: int = 1) -> list[Tile]:
     """A tile of each batch entry, moved along the diagonal."""
     rows = range(tile.rows.start + by, tile.rows.stop + by)
     parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
-    return [Tile(range(b, b + 1), rows, parts, repeat=repeat) for b in tile.batch]
+    moved = evolve(tile, rows=rows, parts=parts, repeat=repeat)
+    return [evolve(moved, batch=range(b, b + 1)) for b in tile.batch]
 
 
 def moves_along(layer: Layer) -> bool:
