@@ -93,7 +93,7 @@ def lead(a: Term, b: Term) -> tuple[Term, Term]:
 
 
 @final
-@frozen(eq=False)
+@frozen
 class Strip:
     """Keys j of query i with low <= j - i <= high, j < keys and i < rows; None: no such bound.
 

@@ -14,6 +14,7 @@ from typing import cast, final
 import torch
 from attrs import evolve, frozen
 
+from attn_graph.machine.cache import remember
 from attn_graph.masks.joins import And, Join, Mask, flatten_join, join_masks
 from attn_graph.masks.leaves import LENGTHS, SameSegment
 from attn_graph.masks.places import Block, Place, Strip, Term
@@ -21,8 +22,7 @@ from attn_graph.sparsity.regions import Edge, Layer, Region, Run
 
 MOST_POINTS = 2**17  # evaluations of a mask, over all batch entries: a good half second
 LEAST_DOCUMENT = 16  # queries or keys, on average; smaller documents are not cut out one by one
-Bound = tuple[int | None, ...]  # of one strip: low, high, keys and rows
-Bounds = tuple[Bound, ...]  # of the strips that a mask is joined from
+Strips = tuple[Strip, ...]  # of one batch entry, bounded by numbers: a mask is joined from them
 Document = tuple[range, range]  # queries, and the keys that carry their number
 Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and the layers of each
 
@@ -51,7 +51,28 @@ def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
 
 def find_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
     """`list_layers`, before they are joined: the same runs have keys between them, and before and
-    behind them, at all queries of a layer."""
+    behind them, at all queries of a layer. Without data all counts and tiles of a mask share
+    them."""
+    if block.data:
+        return derive_kept(mask, block, most_points)
+    sizes = block.H, block.M, block.N
+    return known_kept(mask, block.batch, block.heads, block.rows, sizes, most_points)
+
+
+@remember
+def known_kept(
+    mask: Mask,
+    batch: range,
+    heads: range,
+    rows: range,
+    sizes: tuple[int, int, int],
+    most_points: int,
+) -> list[Kept] | None:
+    return derive_kept(mask, Block(batch, heads, rows, *sizes, {}), most_points)
+
+
+def derive_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
+    """`find_kept`, each time anew."""
     if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
         return []
     block = evolve(block, data={n: widen(n, x) for n, x in (block.data or {}).items()})
@@ -67,11 +88,12 @@ def find_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
     alike = all(count_elements(term) == 1 for strip in strips for term in bounds_of(strip))
     if not alike and len(batch) < len(block.batch):
         return None
-    kinds = bound_entries(strips, 1 if alike else len(batch))
+    entries = 1 if alike else len(batch)
+    kinds = [*zip(*[list_entries(strip, entries) for strip in strips], strict=True)]
     first = dict(zip(reversed(kinds), reversed(batch), strict=False))
     if whole is None and sum(count_points(kind, block) for kind in first) > most_points:
         return None
-    layers: dict[Bounds, tuple[Layer, ...]] = {}
+    layers: dict[Strips, tuple[Layer, ...]] = {}
     for kind, entry in first.items():
         if whole is None:
             layers[kind] = find_layers(mask, kind, entry_at(block, entry))
@@ -98,7 +120,7 @@ def widen(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int64) if name in LENGTHS else x
 
 
-def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, Bounds]]:
+def group_equal(kinds: Sequence[Strips], batch: range) -> Iterator[tuple[range, Strips]]:
     """Runs of neighbouring batch entries with equal strips."""
     at = batch.start
     for kind, same in groupby(kinds):
@@ -107,7 +129,7 @@ def group_equal(kinds: Sequence[Bounds], batch: range) -> Iterator[tuple[range, 
         at += count
 
 
-def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
+def layers_of_strip(strip: Strip, rows: range, keys: range) -> Iterator[Layer]:
     """The layers of a strip among some queries and keys.
 
     Query i keeps the keys from max(keys.start, i + low) to min(keys.stop, i + high + 1), exclusive.
@@ -115,9 +137,9 @@ def layers_of_strip(bounds: Bound, rows: range, keys: range) -> Iterator[Layer]:
     where the last one goes. A query whose first key is the same by both terms belongs to the layer
     above: a window of a multiple of 32 keys then leaves a multiple of 32 queries.
     """
-    low, high, least, last = bounds
-    k0, k1 = keys.start, keys.stop if least is None else min(keys.stop, least)
-    seen = rows.stop if last is None else max(rows.start, min(rows.stop, last))
+    low, high = strip.low, strip.high
+    k0, k1 = keys.start, keys.stop if strip.keys is None else min(keys.stop, strip.keys)
+    seen = rows.stop if strip.rows is None else max(rows.start, min(rows.stop, strip.rows))
     cuts = {rows.start, rows.stop, seen}
     cuts |= set() if low is None else {k0 - low + 1, k1 - low}
     cuts |= set() if high is None else {k0 - high, k1 - high - 1}
@@ -180,9 +202,10 @@ def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
     return strip.low, strip.high, strip.keys, strip.rows
 
 
-def bound_entries(strips: Sequence[Strip], entries: int) -> list[Bounds]:
-    columns = [[list_bounds(term, entries) for term in bounds_of(strip)] for strip in strips]
-    return [tuple(tuple(term[b] for term in strip) for strip in columns) for b in range(entries)]
+def list_entries(strip: Strip, entries: int) -> list[Strip]:
+    """A strip in each batch entry, bounded by numbers."""
+    bounds = [list_bounds(term, entries) for term in bounds_of(strip)]
+    return [Strip(*each) for each in zip(*bounds, strict=True)]
 
 
 def list_bounds(term: Term | None, entries: int) -> list[int | None]:
@@ -216,8 +239,8 @@ class Lines:
     rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, strips: Bounds, M: int, N: int) -> Lines:
-        lows, highs, keys, rows = zip(*strips, strict=True)
+    def of(cls, strips: Strips, M: int, N: int) -> Lines:
+        lows, highs, keys, rows = zip(*map(bounds_of, strips), strict=True)
         after = [high + 1 for high in highs if high is not None]
         return cls(
             tuple({d for d in (*lows, *after) if d is not None and -M < d < N}),
@@ -238,14 +261,14 @@ class Lines:
         return [edges[at] for at in sorted(edges)]
 
 
-def count_points(strips: Bounds, block: Block) -> int:
+def count_points(strips: Strips, block: Block) -> int:
     """An upper bound of the evaluations of a mask of these strips."""
     lines = Lines.of(strips, block.M, block.N)
     d, v, u = len(lines.diagonals), len(lines.keys), len(lines.rows)
     return (2 * d * (v + 2) + u + 1) * (d + v + 1)
 
 
-def find_layers(mask: Mask, strips: Bounds, at: Place) -> tuple[Layer, ...]:
+def find_layers(mask: Mask, strips: Strips, at: Place) -> tuple[Layer, ...]:
     """The layers of a mask of these strips in the batch entry of `at`."""
     lines = Lines.of(strips, at.M, at.N)
     rows = [range(a, b) for a, b in pairwise(lines.breaks(at.M, at.N))]
@@ -291,12 +314,12 @@ def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
     documents = None if strip is None else list_documents(block)
     if strip is None or documents is None:
         return None
-    bounds = [kind[0] for kind in bound_entries([strip], len(block.batch))]
+    entries = list_entries(strip, len(block.batch))
     kept: list[Kept] = []
     at = block.batch.start
-    for (bound, pieces), same in groupby(zip(bounds, documents, strict=True)):
+    for (own, pieces), same in groupby(zip(entries, documents, strict=True)):
         count = sum(1 for _ in same)
-        layers = [x for rows, keys in pieces for x in layers_of_strip(bound, rows, keys)]
+        layers = [x for rows, keys in pieces for x in layers_of_strip(own, rows, keys)]
         kept.append((range(at, at + count), tuple(layers)))
         at += count
     return kept

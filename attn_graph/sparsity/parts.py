@@ -6,7 +6,7 @@ its bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -15,8 +15,8 @@ from typing import Literal, final
 import torch
 from attrs import frozen
 
-from attn_graph.masks.places import Keys, intersect_intervals, join_intervals
-from attn_graph.sparsity.regions import Run
+from attn_graph.masks.places import Keys, join_intervals
+from attn_graph.sparsity.regions import Layer
 
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 
@@ -100,13 +100,12 @@ class Tile:
     @cached_property
     def cut_queries(self) -> Cut:
         """Cuts its queries out of x [B,H,M,...]."""
-        axes = self.batch, self.heads, self.rows
-        return itemgetter(tuple(slice(x.start, x.stop) for x in axes))
+        return cut_out(self.batch, self.heads, self.rows)
 
     @cached_property
     def cut_groups(self) -> Cut:
         """Cuts all keys of its key/value heads out of x [B,G,N,D]."""
-        return itemgetter(tuple(slice(x.start, x.stop) for x in (self.batch, self.groups)))
+        return cut_out(self.batch, self.groups)
 
     def cut_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Its keys of x [B,G,N,D], as [n,S,D] for each run without a hole."""
@@ -131,6 +130,11 @@ class Tile:
         return any(part.kind == "mixed" for part in self.parts)
 
 
+def cut_out(*axes: range) -> Cut:
+    """Cuts these ranges of its first axes out of a tensor."""
+    return itemgetter(tuple([slice(x.start, x.stop) for x in axes]))
+
+
 def cut_parts(bounds: tuple[Keys, Keys], least_full: int, bridge: int) -> tuple[Part, ...]:
     """The possible keys of a block of queries, across holes of at most `bridge` keys.
 
@@ -142,28 +146,29 @@ def cut_parts(bounds: tuple[Keys, Keys], least_full: int, bridge: int) -> tuple[
     return tuple([part for a, b in pieces for part in split_interval(a, b, surely, least_full)])
 
 
-def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> Iterator[Part]:
-    if sure.covers(start, stop):
-        yield Part(start, stop, "full")
-        return
-    at = start
-    for a, b in intersect_intervals(sure.intervals, ((start, stop),)):
+def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> list[Part]:
+    full = (sure & Keys.between(start, stop)).intervals
+    if full == ((start, stop),):
+        return [Part(start, stop, "full")]
+    parts, at = list[Part](), start
+    for a, b in full:
         if b - a >= least_full:
-            yield from [Part(at, a, "mixed")] if at < a else []
-            yield Part(a, b, "full")
+            parts += [Part(at, a, "mixed")] if at < a else []
+            parts.append(Part(a, b, "full"))
             at = b
-    yield from [Part(at, stop, "mixed")] if at < stop else []
+    return parts + ([Part(at, stop, "mixed")] if at < stop else [])
 
 
-def exact_parts(run: Run, rows: range) -> Iterator[Part]:
-    """A run with one first key: the keys kept by all queries, and a triangle if its end moves.
+def exact_parts(layer: Layer) -> tuple[Part, ...]:
+    """Of each run, which has one first key: the keys kept by all queries, and a triangle if its end
+    moves.
 
     The triangle's first key is the last one of the first query, so each of its queries keeps a key.
     """
-    start, stop = run
-    first, last = stop.of(rows.start), stop.of(rows[-1])
-    begin, full = start.of(rows.start), first - 1 if first < last else first
-    if begin < full:
-        yield Part(begin, full, "full")
-    if first < last:
-        yield Part(full, last, "causal")
+    rows, parts = layer.rows, list[Part]()
+    for start, stop in layer.runs:
+        first, last = stop.of(rows.start), stop.of(rows[-1])
+        begin, full = start.of(rows.start), first - 1 if first < last else first
+        parts += [Part(begin, full, "full")] if begin < full else []
+        parts += [Part(full, last, "causal")] if first < last else []
+    return tuple(parts)

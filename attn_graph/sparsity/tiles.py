@@ -14,7 +14,6 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.errors import GraphError, binds, show
-from attn_graph.machine.cache import remember
 from attn_graph.masks.canonical import EVERYTHING, canonical_mask
 from attn_graph.masks.joins import (
     And,
@@ -109,23 +108,9 @@ def tiles(
 
 def find_both(most: Mask, least: Mask, block: Block) -> Both | None:
     """The regions of two masks if both are made of strips, else None."""
-    outer = regions_of(most, block)
-    inner = outer if least == most or outer is None else regions_of(least, block)
+    outer = find_regions(most, block)
+    inner = outer if least == most or outer is None else find_regions(least, block)
     return None if outer is None or inner is None else (outer, inner)
-
-
-def regions_of(mask: Mask, block: Block) -> list[Region] | None:
-    """`find_regions`; without data all counts of a mask share them."""
-    if block.data:
-        return find_regions(mask, block)
-    return known_regions(mask, block.batch, block.heads, block.rows, block.H, block.M, block.N)
-
-
-@remember
-def known_regions(
-    mask: Mask, batch: range, heads: range, rows: range, H: int, M: int, N: int
-) -> list[Region] | None:
-    return find_regions(mask, Block(batch, heads, rows, H, M, N, {}))
 
 
 def decide_tiles(
@@ -221,7 +206,7 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     B, H, G, M, N = sizes
     whole = Block.whole((B, H, M, N), check_tensors(mask, (B, H, M, N), data))
     most, least = bounds(mask, whole)
-    regions, estimated = regions_of(most, whole), False
+    regions, estimated = find_regions(most, whole), False
     if regions is None:
         places = keep_places(most, whole)
         if places is not None:
@@ -254,7 +239,7 @@ def most_pairs(mask: Mask | None, sizes: Sizes) -> int:
     """
     B, H, _, M, N = sizes
     whole = Block.whole((B, H, M, N), {})
-    regions = regions_of(bounds(mask, whole)[0], whole)
+    regions = find_regions(bounds(mask, whole)[0], whole)
     return B * H * M * N if regions is None else sum(region.pairs for region in regions)
 
 

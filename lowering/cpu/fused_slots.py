@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from operator import itemgetter
 from typing import final
 
 import torch
@@ -23,11 +22,11 @@ from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Block, Place
-from attn_graph.sparsity.parts import Cut, Part, Tile
+from attn_graph.sparsity.parts import Cut, Part, Tile, cut_out
 from attn_graph.spec import INF
 
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
-Addends = dict[tuple[int, ...], torch.Tensor]  # by the outline of their parts
+Addends = dict[tuple[int, ...], torch.Tensor]  # by where their parts are, and how large
 
 
 @final
@@ -77,7 +76,7 @@ def held_addend(
 ) -> torch.Tensor:
     """The addend of a part, made once for all parts with equal ones."""
     p, node, (b, h, *_) = tiles.problem, tiles.problem.node, shape
-    outline = tile.batch.start * ("b" in tiles.axes), *tiles.outline(tile, part)
+    outline = tile.batch.start * ("b" in tiles.axes), *tiles.corner(tile, part), *shape
     if outline not in held:
         room = torch.empty(shape, dtype=p.wide, device="cpu")
         here = Block(tile.batch[:b], tile.heads[:h], tile.rows, p.H, p.M, p.N, {})
@@ -124,7 +123,7 @@ def find_cut(tile: Tile, rows: range, heads: range, shape: tuple[int, int, int])
         return partial(cut_windows, index, tile.repeat, len(tile.rows))
     if (tile.batch, heads, rows) == tuple(map(range, shape)):
         return keep_all
-    return itemgetter(tuple(slice(x.start, x.stop) for x in (tile.batch, heads, rows)))
+    return cut_out(tile.batch, heads, rows)
 
 
 def gathering_cut(part: Part, hull: Cut) -> Cut:

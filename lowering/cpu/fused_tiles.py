@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, starmap
 from math import prod
 from typing import Literal, final
 
@@ -66,15 +66,14 @@ JOINED = 2**21  # numbers added at a time to neighbours with the same keys, 8 Mi
 class FusedTiles:
     """Forward and backward of one problem: everything known before the call.
 
-    static: the tiles; None if data decides them, or there are more than planning lists. axes: the
-    addend's axes of "b" and "h", besides i and j. width: the head size of the computation, the
-    larger of D and E; the smaller is padded with zeros. blind: True if a query may see no key.
-    layered: True if tiles are cut from the places that the mask exactly keeps, if these are few.
+    axes: the addend's axes of "b" and "h", besides i and j. width: the head size of the
+    computation, the larger of D and E; the smaller is padded with zeros. blind: True if a query may
+    see no key. layered: True if tiles are cut from the places that the mask exactly keeps, if these
+    are few.
     """
 
     problem: Problem
     rates: CpuRates
-    static: tuple[Tile, ...] | None
     axes: str
     width: int
     blind: bool
@@ -82,14 +81,12 @@ class FusedTiles:
 
     @classmethod
     def plan(cls, problem: Problem, rates: CpuRates) -> FusedTiles:
-        """The tiles of a problem, static if its mask does not depend on data."""
-        width, blind = max(problem.D, problem.E), problem.has_blind_rows
-        fixed = problem, rates, None, depends(problem), width, blind
-        tiles = cls(*fixed, layered=takes_layers(problem))
-        return evolve(tiles, static=tiles.list_static())
+        p = problem
+        return cls(p, rates, depends(p), max(p.D, p.E), p.has_blind_rows, takes_layers(p))
 
-    def list_static(self) -> tuple[Tile, ...] | None:
-        """The tiles; None if data decide them, or if there are too many to list."""
+    @cached_property
+    def static(self) -> tuple[Tile, ...] | None:
+        """The tiles; None if data decide them, or if there are more than planning lists."""
         p, mask, bounded = self.problem, self.problem.node.mask, bool(self.problem.node.modifiers)
         if mask is None and (p.M <= DATA_ROWS or not bounded):
             return tuple(self.shortened([whole_tile(p, "full")]))
@@ -176,7 +173,7 @@ class FusedTiles:
         if self.static is None or any(needs):
             return False
         heads = (self.problem.B if "b" in self.axes else 1) * self.copies
-        outlines = {self.outline(*each) for each in self.changed_parts()}
+        outlines = {(*self.corner(t, x), len(t.rows), len(x)) for t, x in self.changed_parts()}
         return heads * sum([rows * keys for *_, rows, keys in outlines]) <= MOST_HELD
 
     @cached_property
@@ -186,11 +183,10 @@ class FusedTiles:
         mask = None if node.modifiers else node.mask
         return mask is not None and mask.relative and is_ours(mask)
 
-    def outline(self, tile: Tile, part: Part) -> tuple[int, ...]:
-        """Equal for parts with equal addends."""
+    def corner(self, tile: Tile, part: Part) -> tuple[int, int]:
+        """Equal for parts with equal addends, if these are of one size."""
         first, start = tile.rows.start, part.start
-        at = (0, start - first) if self.shares_addends else (first, start)
-        return (*at, len(tile.rows), len(part))
+        return (0, start - first) if self.shares_addends else (first, start)
 
     def changed_parts(self) -> Iterator[tuple[Tile, Part]]:
         everywhere = bool(self.problem.node.modifiers)
@@ -280,7 +276,7 @@ class FusedTiles:
         if self.static is None:  # as large as data may pick
             sizes = {(p.M, p.N)}
         made = partial(block_bytes, D=self.width, dtype=self.computes, backward=p.grad is not None)
-        return max((made(*size) for size in sizes), default=0)
+        return max(starmap(made, sizes), default=0)
 
     @property
     def sum_bytes(self) -> int:
@@ -449,7 +445,7 @@ class FusedTiles:
     def most_gathered(self) -> int:
         """The keys after which another part is begun, of those copied to lie side by side; 0 unless
         data pick them, and if k and v are packed by parts."""
-        by_data = self.static is None and needs_of(self.problem.node.mask)
+        by_data = needs_of(self.problem.node.mask) and self.static is None
         if not by_data or self.keys_a_part is not None:
             return 0
         return MOST_PACKED // self.bytes_of_key

@@ -202,8 +202,7 @@ def tiles_of_layer(
     repeat: their calls are few."""
     heads = range(problem.H), range(problem.G)
     if stands_still(layer):
-        parts = tuple(part for run in layer.runs for part in exact_parts(run, layer.rows))
-        yield Tile(batch, *heads, layer.rows, parts)
+        yield Tile(batch, *heads, layer.rows, exact_parts(layer))
         return
     queries = layer.rows
     if moves_along(layer):
@@ -222,8 +221,8 @@ def tiles_of_layer(
 
 def first_window(problem: Problem, batch: range, layer: Layer, rates: CpuRates) -> Tile:
     """The first block of a layer of which all blocks are alike."""
-    keys = sum(len(part) for part in block_parts(layer, layer.rows[:1]))
-    rows = choose_rows(problem, rates, keys, calls=0)
+    _, keys = layer.bound_keys(layer.rows[:1])
+    rows = choose_rows(problem, rates, len(keys.bridged(BRIDGE)), calls=0)
     first, heads = layer.rows[:rows], (range(problem.H), range(problem.G))
     return Tile(batch, *heads, first, block_parts(layer, first))
 
