@@ -41,17 +41,14 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class FusedRun:
     """Runs an attention, or its gradient, on its tiles.
 
-    slots: the tiles; None if each call has to list them, or make them ready. whole: True if they
-    are one call of the kernel. alone: its keys, if the call is of operands in place. direct: True
-    if the kernel's result is already the final o. restores: as Attention has it. at: every place,
+    slots: the tiles; None if each call has to list them, or make them ready. alone: the keys of a
+    single call, if it is of operands in place. restores: as Attention has it. at: every place,
     without data; None if each call makes them.
     """
 
     tiles: FusedTiles
     slots: tuple[TileSlot, ...] | None
-    whole: bool
     alone: PartSlot | None
-    direct: bool
     restores: tuple[bool, ...]
     at: Place | None
 
@@ -59,17 +56,16 @@ class FusedRun:
     def of(cls, tiles: FusedTiles) -> FusedRun:
         """Tiles with everything that can be made ready before a call."""
         p, slots = tiles.problem, ready_slots(tiles)
-        whole = slots is not None and tiles.is_whole([slot.tile for slot in slots])
         alone = None if slots is None or tiles.alone is None else slots[0].parts[0]
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
-        return cls(tiles, slots, whole, alone, tiles.is_direct, p.node.restores, at)
+        return cls(tiles, slots, alone, p.node.restores, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given the mask's tensors; True if they are one call of the
         kernel."""
         if self.slots is not None:
-            return self.slots, self.whole
+            return self.slots, self.tiles.whole
         tiles = self.tiles.tiles(data)
         slots = (tile_slot(self.tiles, tile, None) for tile in tiles)  # made ready in passing
         return slots, self.tiles.is_whole(tiles)
@@ -90,7 +86,7 @@ class FusedRun:
             return self.attend_alone(self.alone, operands, with_lse)
         call = self.call(operands, scratch)
         slots, whole = self.listed(call.given.mask)
-        if whole and self.direct:
+        if whole and self.tiles.is_direct:
             (slot,) = slots
             return call.attend(slot, with_lse=with_lse)
         p, device = self.tiles.problem, operands[0].device

@@ -198,7 +198,7 @@ class FusedTiles:
         """The keys of the kernel's only call, if it reads all operands in place. If they are
         "mixed", one tensor of booleans hides some of them; else the scores may have a bias."""
         p, static = self.problem, self.static
-        if self.packed or static is None or not (self.is_whole(static) and self.is_direct):
+        if self.packed or static is None or not (self.whole and self.is_direct):
             return None
         (part,) = static[0].parts
         if p.node.modifiers:
@@ -262,7 +262,7 @@ class FusedTiles:
             return copied + self.temporary_forward
         lse = p.B * p.H * p.M * (p.wide.itemsize + torch.bool.itemsize)
         cotangent = p.B * p.H * p.M * self.width * p.wide.itemsize  # as the kernel reads it
-        if self.static is not None and self.is_whole(self.static):
+        if self.whole:
             return lse + max(self.asked, self.sum_bytes + cotangent)
         pairs = [(t, x) for t in self.reached for x in t.parts]
         shares = max((self.count_shares(*x, first=not n) for n, x in enumerate(pairs)), default=0)
@@ -461,6 +461,11 @@ class FusedTiles:
         """Bytes of the keys and values copied for a part."""
         most = self.most_gathered
         return min(self.problem.N, most + LEAST_FULL) * self.bytes_of_key if most else 0
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if one call of the kernel gives all results of every call of the plan."""
+        return self.static is not None and self.is_whole(self.static)
 
     def is_whole(self, tiles: Sequence[Tile]) -> bool:
         """True if one call of the kernel gives all results."""

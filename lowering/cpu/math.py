@@ -327,9 +327,7 @@ def writes_into(tiles: AttentionTiles) -> bool:
     allocates its results, nor for derivatives."""
     if tiles.problem.grad is not None or (isinstance(tiles, ProductTiles) and tiles.jvp):
         return False
-    if not isinstance(tiles, FusedTiles) or tiles.static is None:
-        return True
-    return not (tiles.is_direct and tiles.is_whole(tiles.static))
+    return not (isinstance(tiles, FusedTiles) and tiles.is_direct and tiles.whole)
 
 
 def count_temporary(tiles: AttentionTiles) -> int:
