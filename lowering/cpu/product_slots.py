@@ -13,8 +13,8 @@ from attrs import frozen
 from attn_graph.ir.attention import Operands
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
-    parts_of,
     row_tiles,
+    tile_of,
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
@@ -83,17 +83,18 @@ class TileGrid:
 
     def list_tiles(self, data: Mapping[str, torch.Tensor] | None) -> Iterator[Tile]:
         """All tiles, given the mask's tensors; None: they have all keys."""
-        p = self.problem
-        parts: tuple[Part, ...] = (Part(0, p.N, "mixed"),)
+        p, every = self.problem, (Part(0, self.problem.N, "mixed"),)
         for b, g, i in product(
             split_length(p.B, self.batch),
             split_length(p.G, self.groups),
             split_length(p.M, self.rows),
         ):
             heads = range(g.start * self.r, g.stop * self.r)
-            if data is not None:
-                parts = parts_of(p.node.mask, Block(b, heads, i, p.H, p.M, p.N, data), LEAST_FULL)
-            yield Tile(b, heads, g, i, parts)
+            if data is None:
+                yield Tile(b, heads, g, i, every)
+            else:
+                block = Block(b, heads, i, p.H, p.M, p.N, data)
+                yield tile_of(p.node.mask, block, g, LEAST_FULL)
 
     def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[Tile]:
         return self.list_tiles(data) if self.listed is None else self.listed

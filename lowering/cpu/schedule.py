@@ -84,19 +84,19 @@ def count_looks(problem: Problem) -> int:
 # Blocks of queries
 
 
-def parts_of(mask: Mask | None, block: Block, least_full: int) -> tuple[Part, ...]:
-    """The possible keys of a block of queries; full runs of `least_full` keys stand alone."""
+def tile_of(mask: Mask | None, block: Block, groups: range, least_full: int) -> Tile:
+    """A block of queries against the keys it may keep; full runs of `least_full` keys stand alone.
+    groups: the key/value heads of its heads."""
     if mask is None:
-        return (Part(0, block.N, "full"),) if block.N else ()
-    return cut_parts(mask.bound_keys(block), least_full, BRIDGE)
+        parts: tuple[Part, ...] = (Part(0, block.N, "full"),) if block.N else ()
+    else:
+        parts = cut_parts(mask.bound_keys(block), least_full, BRIDGE)
+    return Tile(block.batch, block.heads, groups, block.rows, parts)
 
 
 def row_tiles(mask: Mask | None, whole: Block, groups: range, rows: int) -> list[Tile]:
-    """A tile for each block of `rows` queries. groups: the key/value heads of the block's heads."""
-    return [
-        Tile(x.batch, x.heads, groups, x.rows, parts_of(mask, x, LEAST_FULL))
-        for x in whole.split(rows)
-    ]
+    """A tile for each block of `rows` queries. groups: the key/value heads of these heads."""
+    return [tile_of(mask, block, groups, LEAST_FULL) for block in whole.split(rows)]
 
 
 def gather_parts(tile: Tile, least: int, most: int) -> Tile:
