@@ -33,9 +33,9 @@ from attn_graph.lowering.cpu.fused_calls import FusedRun, sink_bytes
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.packed import PackedRun, any_packed_step, packed_step, runs_any_size
 from attn_graph.lowering.cpu.product_passes import run_products
-from attn_graph.lowering.cpu.product_slots import total_bytes
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.cpu.tile_grid import total_bytes
 from attn_graph.lowering.cpu.ways import (
     AttentionTiles,
     CpuCase,

@@ -16,7 +16,6 @@ from attn_graph.ir import ops
 from attn_graph.ir.modifiers import Modifier, back_, change_
 from attn_graph.kernels import products
 from attn_graph.kernels.hiding import hide_
-from attn_graph.lowering.cpu.product_slots import draw
 from attn_graph.lowering.cpu.product_tiles import (
     ZERO,
     Call,
@@ -29,6 +28,7 @@ from attn_graph.lowering.cpu.product_tiles import (
     moves_of,
     product_of,
 )
+from attn_graph.lowering.cpu.tile_grid import draw
 from attn_graph.machine.philox import Compare, place_in_whole
 from attn_graph.masks.places import Place
 from attn_graph.sparsity.parts import Tile

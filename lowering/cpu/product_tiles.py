@@ -15,7 +15,7 @@ from attn_graph.ir.terms.relative import MODIFIERS
 from attn_graph.ir.transforms.tangents import AttentionJvp, GradientTangents
 from attn_graph.kernels import products
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_bits, ask_modifiers
-from attn_graph.lowering.cpu.product_slots import TileGrid, choose_sizes, needed_to_draw, packs
+from attn_graph.lowering.cpu.tile_grid import TileGrid, choose_sizes, needed_to_draw, packs
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.philox import WORDS
 from attn_graph.machine.workspace import Buffer, Scratch

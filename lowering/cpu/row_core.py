@@ -13,7 +13,7 @@ from attn_graph.ir.modifiers import change_
 from attn_graph.kernels.hiding import hide_
 from attn_graph.kernels.products import LOG2_E, drop_, multiply_, softmax_backward
 from attn_graph.kernels.row_sums import has_whole_rows, sum_rows_
-from attn_graph.lowering.cpu.product_slots import TileGrid
+from attn_graph.lowering.cpu.tile_grid import TileGrid
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Place
 from attn_graph.sparsity.parts import Tile

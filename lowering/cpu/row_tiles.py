@@ -20,7 +20,9 @@ from attn_graph.ir.modifiers import SoftCap
 from attn_graph.kernels.products import reaches_far
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
-from attn_graph.lowering.cpu.product_slots import (
+from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowSteps, Spot, sums_rows
+from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entries
+from attn_graph.lowering.cpu.tile_grid import (
     MOST_HELD,
     TileGrid,
     choose_entries,
@@ -31,8 +33,6 @@ from attn_graph.lowering.cpu.product_slots import (
     lies_flat,
     needed_to_draw,
 )
-from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowSteps, Spot, sums_rows
-from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entries
 from attn_graph.lowering.problem import Problem, cotangent_bytes
 from attn_graph.machine.ambient import is_traced
 from attn_graph.machine.philox import WORDS

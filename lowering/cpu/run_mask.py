@@ -11,12 +11,12 @@ import torch
 from attrs import evolve, frozen
 
 from attn_graph.kernels.hiding import caps_of
-from attn_graph.lowering.cpu.product_slots import (
+from attn_graph.lowering.cpu.row_core import Change
+from attn_graph.lowering.cpu.tile_grid import (
     TileGrid,
     count_row_scores,
     has_few_scores,
 )
-from attn_graph.lowering.cpu.row_core import Change
 from attn_graph.lowering.folding import tells_rows_apart
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state

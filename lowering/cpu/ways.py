@@ -17,12 +17,12 @@ from attrs import frozen
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Eqn, Graph
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles, hides_by_booleans
-from attn_graph.lowering.cpu.product_slots import has_few_scores, lies_flat
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_core import sums_rows
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, cuts_entries, reads_numbers
 from attn_graph.lowering.cpu.schedule import DATA_ROWS, count_looks, looks_pay, score_seconds
+from attn_graph.lowering.cpu.tile_grid import has_few_scores, lies_flat
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.folding import fold_problem
 from attn_graph.lowering.problem import Problem

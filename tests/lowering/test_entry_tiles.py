@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.extend import Options
-from attn_graph.lowering.cpu import product_slots, run_mask
+from attn_graph.lowering.cpu import run_mask, tile_grid
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.request import Request
@@ -36,7 +36,7 @@ def every_entry_is_worth_it() -> Iterator[None]:
     """Small batch entries are computed by themselves too, by either softmax."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_mask, "LEAST_CUT", 0)
-        patch.setattr(product_slots, "FEW_SCORES", 2**8)
+        patch.setattr(tile_grid, "FEW_SCORES", 2**8)
         prefer_way(patch, "rows")
         yield
     forget_plans()

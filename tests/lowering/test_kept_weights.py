@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_graph as ag
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.cpu import product_slots
+from attn_graph.lowering.cpu import tile_grid
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients
 from attn_graph.testing.strategies import seeds
@@ -32,8 +32,8 @@ LAYOUTS = st.sampled_from(("bhsd", "bshd"))
 @pytest.fixture(autouse=True)
 def every_size_pays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems keep their weights too, in several tiles."""
-    monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
-    monkeypatch.setattr(product_slots, "SCORES", 2**12)
+    monkeypatch.setattr(tile_grid, "FEW_SCORES", 2**8)
+    monkeypatch.setattr(tile_grid, "SCORES", 2**12)
     prefer_kept_weights(monkeypatch)
     yield
     forget_plans()

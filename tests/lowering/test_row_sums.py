@@ -16,8 +16,8 @@ import attn_graph as ag
 from attn_graph.kernels import row_sums
 from attn_graph.lowering.cpu import row_core, row_tiles
 from attn_graph.lowering.cpu.math import plan_tiles
-from attn_graph.lowering.cpu.product_slots import lies_flat
 from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.cpu.tile_grid import lies_flat
 from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
 from attn_graph.testing.agreement import check_gradients, check_outputs

@@ -14,7 +14,7 @@ from attn_graph.ir.builder import Builder
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.transforms.boxes import move_attention
 from attn_graph.ir.transforms.moving import Box
-from attn_graph.lowering.cpu import product_slots, row_tiles
+from attn_graph.lowering.cpu import row_tiles, tile_grid
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
@@ -40,9 +40,9 @@ def every_size_pays() -> Iterator[None]:
     """Small problems run on these tiles too, several tiles a side."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_tiles, "LEAST_READ", 0)
-        patch.setattr(product_slots, "FEW_SCORES", 2**8)
-        patch.setattr(product_slots, "SCORES", 2**12)
-        patch.setattr(product_slots, "WHOLE_MASKED_ROWS", 32)
+        patch.setattr(tile_grid, "FEW_SCORES", 2**8)
+        patch.setattr(tile_grid, "SCORES", 2**12)
+        patch.setattr(tile_grid, "WHOLE_MASKED_ROWS", 32)
         prefer_way(patch, "rows")
         yield
     forget_plans()

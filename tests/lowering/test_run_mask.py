@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attn_graph as ag
 from attn_graph.extend import Options
 from attn_graph.ir.passes import keeps_weights
-from attn_graph.lowering.cpu import product_slots
+from attn_graph.lowering.cpu import tile_grid
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import MOST_NUMBERS
@@ -79,7 +79,7 @@ def on_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def nothing_is_few(on_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems run on whole rows, and their scores are not few."""
-    monkeypatch.setattr(product_slots, "FEW_SCORES", 2**8)
+    monkeypatch.setattr(tile_grid, "FEW_SCORES", 2**8)
 
 
 @pytest.mark.usefixtures("nothing_is_few")
@@ -91,7 +91,7 @@ def test_runs_of_batch_entries_hide_what_the_lengths_of_each_say(
 ) -> None:
     """Of three entries, and of the last two."""
     scores = 3 * 4 * M * 150 * dtype.itemsize // torch.float32.itemsize
-    monkeypatch.setattr(product_slots, "SCORES", scores)
+    monkeypatch.setattr(tile_grid, "SCORES", scores)
     graph = ragged((5, 4, M, 16), (5, 2, 150, 16), dtype, kind)
     tiles, plan, tensors = tiles_of(graph), plan_of(graph), tensors_for(graph, 1)
     assert tiles.by_entries

@@ -16,8 +16,8 @@ from attn_graph import masks as m
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.cpu import ways
 from attn_graph.lowering.cpu.math import plan_tiles
-from attn_graph.lowering.cpu.product_slots import share_evenly
 from attn_graph.lowering.cpu.row_tiles import RowTiles
+from attn_graph.lowering.cpu.tile_grid import share_evenly
 from attn_graph.lowering.facts import sole
 from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.lowering.request import Request

@@ -11,11 +11,11 @@ import attn_graph as ag
 from attn_graph.kernels import row_sums
 from attn_graph.lowering.cpu import (
     fused_tiles,
-    product_slots,
     row_core,
     row_tiles,
     run_mask,
     schedule,
+    tile_grid,
     ways,
 )
 from attn_graph.lowering.facts import facts_of
@@ -26,7 +26,7 @@ SMALL_LIMITS: dict[ModuleType, dict[str, int]] = {
     row_core: {"LEAST_SUMMED": 0, "LONG_NUMBERS": 0, "MOST_CAST": 64, "LEAST_KEYS": 3},
     row_tiles: {"LEAST_READ": 0},
     run_mask: {"LEAST_CUT": 0},
-    product_slots: {"FEW_SCORES": 2**8, "SCORES": 2**12, "WHOLE_MASKED_ROWS": 32},
+    tile_grid: {"FEW_SCORES": 2**8, "SCORES": 2**12, "WHOLE_MASKED_ROWS": 32},
     schedule: {"MOST_SHARED": 1, "LEAST_TASKS": 1, "LEAST_FULL": 8},
     fused_tiles: {"MOST_PACKED": 2**10, "LEAST_KEYS": 16, "JOINED": 2**12},
 }
