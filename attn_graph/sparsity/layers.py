@@ -51,8 +51,7 @@ def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
 
 def find_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
     """`list_layers`, before they are joined: the same runs have keys between them, and before and
-    behind them, at all queries of a layer. Without data all counts and tiles of a mask share
-    them."""
+    behind them, at all queries of a layer. Without data a mask's counts and tiles share them."""
     if block.data:
         return derive_kept(mask, block, most_points)
     sizes = block.H, block.M, block.N
@@ -89,7 +88,7 @@ def derive_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
     if not alike and len(batch) < len(block.batch):
         return None
     entries = 1 if alike else len(batch)
-    kinds = [*zip(*[list_entries(strip, entries) for strip in strips], strict=True)]
+    kinds = [*zip(*[entry_strips(strip, entries) for strip in strips], strict=True)]
     first = dict(zip(reversed(kinds), reversed(batch), strict=False))
     if whole is None and sum(count_points(kind, block) for kind in first) > most_points:
         return None
@@ -202,7 +201,7 @@ def bounds_of(strip: Strip) -> tuple[Term | None, ...]:
     return strip.low, strip.high, strip.keys, strip.rows
 
 
-def list_entries(strip: Strip, entries: int) -> list[Strip]:
+def entry_strips(strip: Strip, entries: int) -> list[Strip]:
     """A strip in each batch entry, bounded by numbers."""
     bounds = [list_bounds(term, entries) for term in bounds_of(strip)]
     return [Strip(*each) for each in zip(*bounds, strict=True)]
@@ -314,7 +313,7 @@ def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
     documents = None if strip is None else list_documents(block)
     if strip is None or documents is None:
         return None
-    entries = list_entries(strip, len(block.batch))
+    entries = entry_strips(strip, len(block.batch))
     kept: list[Kept] = []
     at = block.batch.start
     for (own, pieces), same in groupby(zip(entries, documents, strict=True)):

@@ -100,12 +100,12 @@ class Tile:
     @cached_property
     def cut_queries(self) -> Cut:
         """Cuts its queries out of x [B,H,M,...]."""
-        return cut_out(self.batch, self.heads, self.rows)
+        return cut_ranges(self.batch, self.heads, self.rows)
 
     @cached_property
     def cut_groups(self) -> Cut:
         """Cuts all keys of its key/value heads out of x [B,G,N,D]."""
-        return cut_out(self.batch, self.groups)
+        return cut_ranges(self.batch, self.groups)
 
     def cut_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Its keys of x [B,G,N,D], as [n,S,D] for each run without a hole."""
@@ -130,7 +130,7 @@ class Tile:
         return any(part.kind == "mixed" for part in self.parts)
 
 
-def cut_out(*axes: range) -> Cut:
+def cut_ranges(*axes: range) -> Cut:
     """Cuts these ranges of its first axes out of a tensor."""
     return itemgetter(tuple([slice(x.start, x.stop) for x in axes]))
 

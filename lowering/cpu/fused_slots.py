@@ -22,7 +22,7 @@ from attn_graph.kernels.hiding import fill_hidden, hide_, hiding_bits
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.problem import Problem
 from attn_graph.masks.places import Block, Place
-from attn_graph.sparsity.parts import Cut, Part, Tile, cut_out
+from attn_graph.sparsity.parts import Cut, Part, Tile, cut_ranges
 from attn_graph.spec import INF
 
 Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
@@ -123,12 +123,12 @@ def find_cut(tile: Tile, rows: range, heads: range, shape: tuple[int, int, int])
         return partial(cut_windows, index, tile.repeat, len(tile.rows))
     if (tile.batch, heads, rows) == tuple(map(range, shape)):
         return keep_all
-    return cut_out(tile.batch, heads, rows)
+    return cut_ranges(tile.batch, heads, rows)
 
 
 def gathering_cut(part: Part, hull: Cut) -> Cut:
-    """Copies a part's runs of keys out of x [B,G,N,D], to lie side by side. hull: cuts out what is
-    from the first of them to the last."""
+    """Copies a part's runs of keys out of x [B,G,N,D], to lie side by side. hull: cuts out all keys
+    from the first to the last."""
     edges = [edge for run in part.gathered for edge in (run.start, run.stop)]
     sizes = [b - a for a, b in pairwise(edges)]  # of the first run, the gap behind it, the next run
     return lambda x: torch.cat(hull(x).split(sizes, 2)[::2], 2)

@@ -156,8 +156,8 @@ class FusedTiles:
 
     @cached_property
     def in_place(self) -> set[str]:
-        """The operands that the kernel reads as they lie: of its dtype and head size, and with
-        strides that fit."""
+        """The operands read by the kernel as they lie: of its dtype and head size, and with fitting
+        strides."""
         due = self.computes, self.width
         return {
             n

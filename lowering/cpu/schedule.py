@@ -84,7 +84,7 @@ def count_looks(problem: Problem) -> int:
 # Blocks of queries
 
 
-def tile_of(mask: Mask | None, block: Block, groups: range, least_full: int) -> Tile:
+def block_tile(mask: Mask | None, block: Block, groups: range, least_full: int) -> Tile:
     """A block of queries against the keys it may keep; full runs of `least_full` keys stand alone.
     groups: the key/value heads of its heads."""
     if mask is None:
@@ -96,7 +96,7 @@ def tile_of(mask: Mask | None, block: Block, groups: range, least_full: int) -> 
 
 def row_tiles(mask: Mask | None, whole: Block, groups: range, rows: int) -> list[Tile]:
     """A tile for each block of `rows` queries. groups: the key/value heads of these heads."""
-    return [tile_of(mask, block, groups, LEAST_FULL) for block in whole.split(rows)]
+    return [block_tile(mask, block, groups, LEAST_FULL) for block in whole.split(rows)]
 
 
 def gather_parts(tile: Tile, least: int, most: int) -> Tile:

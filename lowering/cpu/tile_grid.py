@@ -13,8 +13,8 @@ from attrs import frozen
 from attn_graph.ir.attention import Operands
 from attn_graph.kernels.hiding import Bits, hiding_bits
 from attn_graph.lowering.cpu.schedule import (
+    block_tile,
     row_tiles,
-    tile_of,
 )
 from attn_graph.lowering.problem import Problem
 from attn_graph.machine.ambient import is_traced, neutral_state
@@ -70,7 +70,7 @@ class TileGrid:
     def listed(self) -> tuple[Tile, ...] | None:
         """The tiles, if no data decides them and they are few; else each call lists them."""
         p, by_data = self.problem, bool(needs_of(self.problem.node.mask))
-        count = count_tiles(p, self.rows, self.batch, self.groups)
+        count = count_grid(p, self.rows, self.batch, self.groups)
         if count > MOST_READY or (by_data and not self.whole_rows):
             return None
         return tuple(self.list_tiles(None if by_data else {}))
@@ -94,7 +94,7 @@ class TileGrid:
                 yield Tile(b, heads, g, i, every)
             else:
                 block = Block(b, heads, i, p.H, p.M, p.N, data)
-                yield tile_of(p.node.mask, block, g, LEAST_FULL)
+                yield block_tile(p.node.mask, block, g, LEAST_FULL)
 
     def tiles(self, data: Mapping[str, torch.Tensor]) -> Iterable[Tile]:
         return self.list_tiles(data) if self.listed is None else self.listed
@@ -229,7 +229,7 @@ def choose_kept_sizes(problem: Problem, drops: bool) -> tuple[int, int, int]:
     p, scores = problem, DROPOUT_SCORES if drops else count_row_scores(problem)
     if p.grad is not None and p.dtype == p.wide:
         half = p.M, *choose_heads(p, None, p.M, scores // 2, by_data=reads_picked(p))
-        if count_tiles(p, *half) <= MOST_READY:
+        if count_grid(p, *half) <= MOST_READY:
             return half
     return p.M, *choose_heads(p, None, p.M, scores, by_data=reads_picked(p))
 
@@ -240,7 +240,7 @@ def reads_picked(problem: Problem) -> bool:
     return bool(needs_of(problem.node.mask)) and not problem.node.is_biased
 
 
-def count_tiles(problem: Problem, rows: int, batch: int, groups: int) -> int:
+def count_grid(problem: Problem, rows: int, batch: int, groups: int) -> int:
     p = problem
     return -(-p.B // batch) * -(-p.G // groups) * -(-p.M // rows)
 

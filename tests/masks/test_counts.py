@@ -254,7 +254,7 @@ def test_documents_are_counted_in_tiles_of_any_size(
 
 def test_a_long_run_of_keys_that_all_queries_keep_needs_no_mask() -> None:
     block = Block(range(1), range(1), range(3000, 3128), 1, 6000, 6000)
-    parts = schedule.tile_of(m.Band(-3000, 0), block, range(1), 2048).parts
+    parts = schedule.block_tile(m.Band(-3000, 0), block, range(1), 2048).parts
     assert [(p.start, p.stop, p.kind) for p in parts] == [
         (0, 127, "mixed"),
         (127, 3001, "full"),
@@ -331,7 +331,7 @@ READERS: dict[str, Callable[[m.Mask, Block], Any]] = {  # of the bounds of 8 blo
     "tiles of a list": lambda mask, whole: counts.bound_tiles(mask, whole, (128, 128)),
     "an estimate": lambda mask, whole: bound_both(mask, mask, whole, 128),
     "parts on a CPU": lambda mask, whole: [
-        schedule.tile_of(mask, block, range(1), 64).parts for block in whole.split(128)
+        schedule.block_tile(mask, block, range(1), 64).parts for block in whole.split(128)
     ],
 }
 
