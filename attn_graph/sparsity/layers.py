@@ -143,9 +143,11 @@ def layers_of_strip(strip: Strip, rows: range, keys: range) -> Iterator[Layer]:
     cuts |= set() if low is None else {k0 - low + 1, k1 - low}
     cuts |= set() if high is None else {k0 - high, k1 - high - 1}
     for a, b in pairwise(sorted(i for i in cuts if rows.start <= i <= rows.stop)):
-        start = Edge(k0) if low is None or a + low <= k0 else Edge(low, 1)
-        stop = Edge(k1) if high is None or a + high + 1 >= k1 else Edge(high + 1, 1)
-        alive = a < seen and start.of(a) < stop.of(a)
+        first = k0 if low is None else max(k0, a + low)
+        last = k1 if high is None else min(k1, a + high + 1)
+        start = Edge(k0) if low is None or first == k0 else Edge(low, 1)
+        stop = Edge(k1) if high is None or last == k1 else Edge(high + 1, 1)
+        alive = a < seen and first < last
         yield Layer(range(a, b), ((start, stop),) if alive else ())
 
 

@@ -25,7 +25,6 @@ from attn_graph.masks.places import Block, Place
 from attn_graph.sparsity.parts import Cut, Part, Tile, cut_ranges
 from attn_graph.spec import INF
 
-Data = tuple[Mapping[str, torch.Tensor], ...]  # for each modifier, by name
 Addends = dict[tuple[int, ...], torch.Tensor]  # by where their parts are, and how large
 
 
@@ -81,8 +80,7 @@ def held_addend(
         room = torch.empty(shape, dtype=p.wide, device="cpu")
         here = Block(tile.batch[:b], tile.heads[:h], tile.rows, p.H, p.M, p.N, {})
         at = Place.of(here, range(part.start, part.stop), torch.device("cpu"))
-        nothing: Data = tuple({} for _ in node.modifiers)
-        mixed = part.kind == "mixed"
+        mixed, nothing = part.kind == "mixed", [dict[str, torch.Tensor]()] * len(node.modifiers)
         held[outline] = fill_addend(room, node, nothing, node.restores, at, mixed)
     return held[outline]
 
@@ -196,7 +194,7 @@ def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, i
 def fill_addend(
     sums: torch.Tensor,
     node: Attention,
-    data: Data,
+    data: Sequence[Mapping[str, torch.Tensor]],
     restores: tuple[bool, ...],
     at: Place,
     mixed: bool,
