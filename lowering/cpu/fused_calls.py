@@ -42,14 +42,13 @@ class FusedRun:
     """Runs an attention, or its gradient, on its tiles.
 
     slots: the tiles; None if each call has to list them, or make them ready. alone: the keys of a
-    single call, if it is of operands in place. restores: as Attention has it. at: every place,
-    without data; None if each call makes them.
+    single call, if it is of operands in place. at: every place, without data; None if
+    each call makes them.
     """
 
     tiles: FusedTiles
     slots: tuple[TileSlot, ...] | None
     alone: PartSlot | None
-    restores: tuple[bool, ...]
     at: Place | None
 
     @classmethod
@@ -59,7 +58,7 @@ class FusedRun:
         alone = None if slots is None or tiles.alone is None else slots[0].parts[0]
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
-        return cls(tiles, slots, alone, p.node.restores, at)
+        return cls(tiles, slots, alone, at)
 
     def listed(self, data: Tensors) -> tuple[Iterable[TileSlot], bool]:
         """The tiles of a call, given the mask's tensors; True if they are one call of the
@@ -198,7 +197,7 @@ class FusedRun:
         if "addend" in scratch:
             ready = None if traced else self.at
             at = all_places(p, given.mask) if ready is None else ready.reading(given.mask)
-        return TileCall(p.node, self.restores, given, scratch, at, q, k, v, by_part, traced)
+        return TileCall(p.node, given, scratch, at, q, k, v, by_part, traced)
 
 
 @final
@@ -232,7 +231,6 @@ class TileCall:
     fake."""
 
     node: Attention
-    restores: tuple[bool, ...]
     given: Operands[torch.Tensor]
     scratch: Tensors
     at: Place | None
@@ -306,7 +304,7 @@ class TileCall:
         pieces = (room,) if len(runs) == 1 else room.split([*map(len, runs)], -1)
         for piece, run in zip(pieces, runs, strict=True):
             at = slot_place(self.at, slot, run)
-            fill_addend(piece, node, self.given.modifiers, self.restores, at, mixed)
+            fill_addend(piece, node, self.given.modifiers, at, mixed)
         return room
 
 

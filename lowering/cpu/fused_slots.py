@@ -81,7 +81,7 @@ def held_addend(
         here = Block(tile.batch[:b], tile.heads[:h], tile.rows, p.H, p.M, p.N, {})
         at = Place.of(here, range(part.start, part.stop), torch.device("cpu"))
         mixed, nothing = part.kind == "mixed", [dict[str, torch.Tensor]()] * len(node.modifiers)
-        held[outline] = fill_addend(room, node, nothing, node.restores, at, mixed)
+        held[outline] = fill_addend(room, node, nothing, at, mixed)
     return held[outline]
 
 
@@ -195,12 +195,11 @@ def fill_addend(
     sums: torch.Tensor,
     node: Attention,
     data: Sequence[Mapping[str, torch.Tensor]],
-    restores: tuple[bool, ...],
     at: Place,
     mixed: bool,
 ) -> torch.Tensor:
-    """sums = additive modifiers, and -inf at dropped keys. data: of modifiers. restores: True for
-    each modifier that may overwrite -inf: it is put back."""
+    """sums = additive modifiers, and -inf at dropped keys; it is put back where a modifier may
+    overwrite it. data: of modifiers."""
     keep = None
     if mixed:
         assert node.mask is not None
@@ -209,8 +208,8 @@ def fill_addend(
             fill_hidden(sums, keep)
             return sums
     sums.zero_()
-    for modifier, given, restore in zip(node.modifiers, data, restores, strict=True):
-        hidden = sums == -INF if restore else None
+    for modifier, given, restores in zip(node.modifiers, data, node.restores, strict=True):
+        hidden = sums == -INF if restores else None
         change_(modifier, sums, at.reading(given))
         if hidden is not None:
             sums.masked_fill_(hidden, -INF)

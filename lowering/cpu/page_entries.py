@@ -317,7 +317,7 @@ class PageWay:
             shape = *((1,) * (4 - keep.ndim) + keep.shape)[:3], hidden.shape[-1]
         room = torch.empty(shape, dtype=accumulator(self.factors), device="cpu")
         mixed = node.mask is not None
-        addend = fill_addend(room, node, given.modifiers, node.restores, at, mixed)
+        addend = fill_addend(room, node, given.modifiers, at, mixed)
         return addend if self.width == 1 else addend.masked_fill(hidden, -INF)
 
     # A call

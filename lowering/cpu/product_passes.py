@@ -227,7 +227,7 @@ class Here:
 
     def change_(self, i: int, s: torch.Tensor) -> None:
         modifier, data = self.step(i)
-        hidden = s == -INF if self.tiles.restores[i] else None
+        hidden = s == -INF if self.tiles.problem.node.restores[i] else None
         for place, cut in self.pieces():
             change_(modifier, cut(s), place.reading(data))
         if hidden is not None:
@@ -462,7 +462,7 @@ class Here:
     def pull_step(self, i: int, ds: Dual[torch.Tensor], sums: Tensors) -> None:
         modifier, data = self.step(i)
         result = ds.value if ds.tangent is None else ds.tangent
-        restores = self.tiles.restores[i] and not modifier.additive
+        restores = self.tiles.problem.node.restores[i] and not modifier.additive
         hidden = self.block(f"step{i}") == -INF if restores else None
         for place, cut in self.pieces():
             at = place.reading(data)

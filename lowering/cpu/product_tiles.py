@@ -40,13 +40,11 @@ class ProductTiles(TileGrid):
 
     factors: the dtype of products' factors and results, the scores' own or the operands' half
     precision; everything between two products has the scores' dtype. blind: True if a query may see
-    no key. restores: for each modifier, True if -inf has to be put back after it. jvp: the tangent;
-    moved: the spec of each tangent of the attention's operands, or None.
+    no key. jvp: the tangent; moved: the spec of each tangent of the attention's operands, or None.
     """
 
     factors: torch.dtype
     blind: bool
-    restores: tuple[bool, ...]
     jvp: AttentionJvp | None = None
     moved: tuple[TensorSpec | None, ...] = ()
 
@@ -54,7 +52,7 @@ class ProductTiles(TileGrid):
     def plan(cls, problem: Problem, factors: torch.dtype) -> ProductTiles:
         """The tiles of a problem, of sizes chosen for it alone."""
         sizes = choose_sizes(problem, factors)
-        return cls(problem, *sizes, False, factors, problem.has_blind_rows, problem.node.restores)
+        return cls(problem, *sizes, False, factors, problem.has_blind_rows)
 
     @classmethod
     def push(cls, jvp: AttentionJvp, specs: Sequence[TensorSpec]) -> ProductTiles:
@@ -62,7 +60,7 @@ class ProductTiles(TileGrid):
         own, moved = jvp.split(specs)
         p = Problem.of(jvp.of, own)
         sizes = choose_sizes(p, p.wide)
-        return cls(p, *sizes, False, p.wide, p.has_blind_rows, p.node.restores, jvp, moved)
+        return cls(p, *sizes, False, p.wide, p.has_blind_rows, jvp, moved)
 
     @property
     def op(self) -> Attention | AttentionGrad | AttentionJvp:
