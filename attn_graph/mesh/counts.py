@@ -11,8 +11,8 @@ from attn_graph.ir.transforms.moving import WHOLE, Box, cut_data
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Keys, join_intervals
 from attn_graph.mesh.sharded import Sharded, common, shift
-from attn_graph.sparsity.layers import MOST_POINTS, Kept, list_layers
-from attn_graph.sparsity.regions import Edge, Layer, Run
+from attn_graph.sparsity.layers import MOST_POINTS, list_layers
+from attn_graph.sparsity.regions import Edge, Layer, Region, Run
 from attn_graph.sparsity.tiles import bounds, check_tensors, count_pairs
 
 
@@ -25,7 +25,7 @@ def bound_mask(sharded: Sharded) -> tuple[Mask, Block]:
     return bounds(sharded.node.mask, block)[0], block
 
 
-def kept_layers(sharded: Sharded) -> tuple[Kept, ...] | None:
+def kept_layers(sharded: Sharded) -> tuple[Region, ...] | None:
     """The kept places as layers of queries; None if they can only be counted."""
     mask, block = sharded.once(bound_mask)
     kept = list_layers(mask, block, MOST_POINTS)
@@ -52,22 +52,22 @@ def count_box(sharded: Sharded, box: Box) -> int:
     if kept is None:
         return count_moved(sharded, box)
     return len(box.heads) * sum(
-        len(common(batch, box.batch))
+        len(common(region.batch, box.batch))
         * (sum_below(run, layer.rows, box.keys.stop) - sum_below(run, layer.rows, box.keys.start))
-        for batch, layers in entries_of(kept, box.batch)
-        for layer in clip_layers(layers, box.rows)
+        for region in entries_of(kept, box.batch)
+        for layer in clip_layers(region.layers, box.rows)
         for run in layer.runs
     )
 
 
-def entries_of(kept: tuple[Kept, ...], batch: range) -> tuple[Kept, ...]:
+def entries_of(kept: tuple[Region, ...], batch: range) -> tuple[Region, ...]:
     """The layers of some batch entries."""
     first = bisect_right(kept, batch.start, key=first_entry) - 1
     return kept[max(0, first) : bisect_left(kept, batch.stop, key=first_entry)]
 
 
-def first_entry(kept: Kept) -> int:
-    return kept[0].start
+def first_entry(region: Region) -> int:
+    return region.batch.start
 
 
 def sum_below(run: Run, rows: range, key: int) -> int:
@@ -113,7 +113,7 @@ def list_seen(sharded: Sharded, batch: range, rows: range) -> list[tuple[int, in
         return [*(mask.span(evolve(block, batch=batch, rows=rows)) & block.all).intervals]
     return [
         keys
-        for _, layers in entries_of(kept, batch)
-        for layer in clip_layers(layers, rows)
+        for region in entries_of(kept, batch)
+        for layer in clip_layers(region.layers, rows)
         for keys in layer.reach(layer.rows)
     ]

@@ -6,10 +6,9 @@ grows with edges and documents, not with queries and keys; data are read once.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
-from typing import cast, final
+from typing import TypeVar, cast, final
 
 import torch
 from attrs import evolve, frozen
@@ -24,7 +23,7 @@ MOST_POINTS = 2**17  # evaluations of a mask, over all batch entries: a good hal
 LEAST_DOCUMENT = 16  # queries or keys, on average; smaller documents are not cut out one by one
 Strips = tuple[Strip, ...]  # of one batch entry, bounded by numbers: a mask is joined from them
 Document = tuple[range, range]  # queries, and the keys that carry their number
-Kept = tuple[range, tuple[Layer, ...]]  # neighbouring batch entries, and the layers of each
+T = TypeVar("T")
 
 
 def is_layered(mask: Mask, block: Block) -> bool:
@@ -39,39 +38,42 @@ def is_layered(mask: Mask, block: Block) -> bool:
     return list_strips(mask, at) is not None
 
 
-def list_layers(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
-    """The layers of each run of batch entries with equal layers, as few as there can be.
+def list_layers(mask: Mask, block: Block, most_points: int) -> list[Region] | None:
+    """`find_regions` with as few layers as there can be: neighbours on the same lines are one."""
+    regions = find_regions(mask, block, most_points)
+    if regions is None:
+        return None
+    return [evolve(region, layers=join_layers(region.layers)) for region in regions]
 
-    None if they are not known exactly, if finding them takes evaluating the mask at more than
-    `most_points` places, and for documents that are small or in pieces. The block has all data.
+
+def find_regions(mask: Mask, block: Block, most_points: int = MOST_POINTS) -> list[Region] | None:
+    """A mask's kept places, a region for each run of equal batch entries. At all queries of a layer
+    the same runs have keys between them, and before and behind them.
+
+    None if these are not known exactly, if finding them takes evaluating the mask at more than
+    `most_points` places, and for small documents, or some in pieces. The block has all data;
+    without data a mask's counts and tiles share the regions.
     """
-    kept = find_kept(mask, block, most_points)
-    return None if kept is None else [(batch, join_layers(layers)) for batch, layers in kept]
-
-
-def find_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
-    """`list_layers`, before they are joined: the same runs have keys between them, and before and
-    behind them, at all queries of a layer. Without data a mask's counts and tiles share them."""
     if block.data:
-        return derive_kept(mask, block, most_points)
+        return derive_regions(mask, block, most_points)
     sizes = block.H, block.M, block.N
-    return known_kept(mask, block.batch, block.heads, block.rows, sizes, most_points)
+    return known_regions(mask, block.batch, block.heads, block.rows, sizes, most_points)
 
 
 @remember
-def known_kept(
+def known_regions(
     mask: Mask,
     batch: range,
     heads: range,
     rows: range,
     sizes: tuple[int, int, int],
     most_points: int,
-) -> list[Kept] | None:
-    return derive_kept(mask, Block(batch, heads, rows, *sizes, {}), most_points)
+) -> list[Region] | None:
+    return derive_regions(mask, Block(batch, heads, rows, *sizes, {}), most_points)
 
 
-def derive_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None:
-    """`find_kept`, each time anew."""
+def derive_regions(mask: Mask, block: Block, most_points: int) -> list[Region] | None:
+    """`find_regions`, each time anew."""
     if 0 in (len(block.batch), len(block.heads), len(block.rows), block.N):
         return []
     block = evolve(block, data={n: widen(n, x) for n, x in (block.data or {}).items()})
@@ -99,19 +101,7 @@ def derive_kept(mask: Mask, block: Block, most_points: int) -> list[Kept] | None
         else:
             layers[kind] = (*layers_of_strip(kind[0], range(block.M), range(block.N)),)
     runs = [(block.batch, kinds[0])] if alike else group_equal(kinds, block.batch)
-    return [(each, layers[kind]) for each, kind in runs]
-
-
-def find_regions(mask: Mask, block: Block) -> list[Region] | None:
-    """A region for each kind of batch entry, of a mask with layers; None for any other mask, and
-    for one with too many edges. The block has all data."""
-    kept = find_kept(mask, block, MOST_POINTS)
-    if kept is None:
-        return None
-    counts = Counter[tuple[Layer, ...]]()
-    for batch, layers in kept:
-        counts[layers] += len(batch)
-    return [Region(n * len(block.heads), layers) for layers, n in counts.items()]
+    return [Region(each, block.heads, layers[kind]) for each, kind in runs]
 
 
 def widen(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -119,8 +109,8 @@ def widen(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int64) if name in LENGTHS else x
 
 
-def group_equal(kinds: Sequence[Strips], batch: range) -> Iterator[tuple[range, Strips]]:
-    """Runs of neighbouring batch entries with equal strips."""
+def group_equal(kinds: Iterable[T], batch: range) -> Iterator[tuple[range, T]]:
+    """Runs of neighbouring batch entries of one kind."""
     at = batch.start
     for kind, same in groupby(kinds):
         count = sum(1 for _ in same)
@@ -309,21 +299,18 @@ def split_documents(mask: Mask) -> tuple[bool, Mask | None]:
     return len(rest) < len(parts), join_masks(And, rest) if rest else None
 
 
-def cut_documents(rest: Mask | None, block: Block) -> list[Kept] | None:
-    """The layers of documents intersected with `rest`; None unless `rest` is one strip."""
+def cut_documents(rest: Mask | None, block: Block) -> list[Region] | None:
+    """The regions of documents intersected with `rest`; None unless `rest` is one strip."""
     strip = Strip() if rest is None else rest.strip(entry_at(block, *block.batch))
     documents = None if strip is None else list_documents(block)
     if strip is None or documents is None:
         return None
-    entries = entry_strips(strip, len(block.batch))
-    kept: list[Kept] = []
-    at = block.batch.start
-    for (own, pieces), same in groupby(zip(entries, documents, strict=True)):
-        count = sum(1 for _ in same)
+    kinds = zip(entry_strips(strip, len(block.batch)), documents, strict=True)
+    regions: list[Region] = []
+    for batch, (own, pieces) in group_equal(kinds, block.batch):
         layers = [x for rows, keys in pieces for x in layers_of_strip(own, rows, keys)]
-        kept.append((range(at, at + count), tuple(layers)))
-        at += count
-    return kept
+        regions.append(Region(batch, block.heads, tuple(layers)))
+    return regions
 
 
 def list_documents(block: Block) -> list[tuple[Document, ...]] | None:

@@ -160,7 +160,7 @@ def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> list[P
 
 
 def exact_parts(layer: Layer) -> tuple[Part, ...]:
-    """Of each run, which has one first key: the keys kept by all queries, and a triangle if its end
+    """Of each run, all with one first key: the keys kept by all queries, and a triangle if its end
     moves.
 
     The triangle's first key is the last one of the first query, so each of its queries keeps a key.

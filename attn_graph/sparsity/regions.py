@@ -58,10 +58,16 @@ class Layer:
 @final
 @frozen
 class Region:
-    """The layers of each of `count` equal (batch entry, head) pairs, from the first query on."""
+    """The layers of equal batch entries and heads, from the first query on."""
 
-    count: int
+    batch: range
+    heads: range
     layers: tuple[Layer, ...]
+
+    @property
+    def count(self) -> int:
+        """Its pairs of batch entry and head."""
+        return len(self.batch) * len(self.heads)
 
     @property
     def pairs(self) -> int:
@@ -198,14 +204,14 @@ def bound_both(most: Mask, least: Mask, block: Block, size: int) -> Both:
     The masks are bounded over blocks of one or more lines of `size` queries and all batch entries.
     """
     lines = -(-len(block.rows) // size)
-    count, same = len(block.batch) * len(block.heads), least == most
+    both, same = (block.batch, block.heads), least == most
     outer, inner = list[Layer](), list[Layer]()
-    for part in block.split(size * max(1, -(-lines // MOST_LAYERS))) if count else ():
+    for part in block.split(size * max(1, -(-lines // MOST_LAYERS))) if all(both) else ():
         surely, span = most.bound_keys(part)
         surely = surely if same else least.bound_keys(part)[0]
         outer.append(layer_of(part.rows, span if is_short(span) else span.hull))
         inner.append(layer_of(part.rows, surely if is_short(surely) else part.none))
-    return [Region(count, tuple(outer))], [Region(count, tuple(inner))]
+    return [Region(*both, tuple(outer))], [Region(*both, tuple(inner))]
 
 
 def is_short(keys: Keys) -> bool:

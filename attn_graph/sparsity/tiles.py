@@ -216,7 +216,7 @@ def count_pairs(mask: Mask | None, sizes: Sizes, data: Tensors) -> Coverage:
     return Coverage(
         min(widest, sum(region.pairs for region in regions)),
         sum(region.queries for region in regions),
-        sum(region.count // max(1, H) * G * len(region.keys) for region in regions),
+        sum(len(region.batch) * G * len(region.keys) for region in regions),
         most == least and not estimated,
         estimated,
     )

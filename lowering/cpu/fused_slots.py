@@ -32,8 +32,8 @@ Addends = dict[tuple[int, ...], torch.Tensor]  # by where their parts are, and h
 @frozen(eq=False)
 class PartSlot:
     """A part of a tile. keys: cuts its keys out of x [B,G,N,D]. pieces: of a gradient, if it can't
-    be added to those keys at once, pieces [start, stop) of them, each with its cut: the runs of
-    gathered keys, or keys of a repeating tile that do not overlap those of the next repeat.
+    be added to the keys at once, pieces [start, stop) of them, each with its cut: the runs of
+    gathered keys, or keys of a repeating tile, without an overlap with the next repeat's.
 
     causal: True if query i keeps the keys up to i. addend: of the scores, if the plan holds it;
     makes: True if each call has to make it, of this shape and count of elements. empties: True if a

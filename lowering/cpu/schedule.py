@@ -16,9 +16,8 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block
-from attn_graph.sparsity.layers import Kept
 from attn_graph.sparsity.parts import Part, Tile, cut_parts, exact_parts
-from attn_graph.sparsity.regions import Layer
+from attn_graph.sparsity.regions import Layer, Region
 
 ROW_BLOCKS = (32, 512)  # queries of a tile: the kernel's own blocks, and a cache's worth
 FEW_REPEATS = 2  # windows of queries moved along, not worth a tile that repeats
@@ -168,7 +167,7 @@ def join_entries(entries: Iterable[Sequence[Tile]], most: int | None, bounded: b
 
 
 def layer_tiles(
-    problem: Problem, kept: Iterable[Kept], rows: int, rates: CpuRates, *, single: bool
+    problem: Problem, regions: Iterable[Region], rows: int, rates: CpuRates, *, single: bool
 ) -> list[Tile] | None:
     """Tiles of the places that a mask exactly keeps; None if they are many.
 
@@ -176,9 +175,9 @@ def layer_tiles(
     """
     listed = (
         x
-        for batch, layers in kept
-        for layer in layers
-        for tile in tiles_of_layer(problem, batch, layer, rows, rates)
+        for region in regions
+        for layer in region.layers
+        for tile in tiles_of_layer(problem, region.batch, layer, rows, rates)
         for x in (split_entries(tile) if single else [tile])
     )
     tiles = [*islice(listed, MOST_TILES + 1)]

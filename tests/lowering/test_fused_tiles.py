@@ -78,7 +78,7 @@ def test_bounds_far_beyond_lengths_are_none(kind: torch.dtype) -> None:
     mask = m.Band(-(2**40), 2**40, m.LENGTHS)
     found = list_layers(mask, Block(range(2), range(1), range(9), 1, 9, 8, lengths), 10**6)
     assert found is not None
-    assert [layers for _, layers in found] == [(Layer(range(9), ((Edge(0), Edge(8)),)),)]
+    assert [region.layers for region in found] == [(Layer(range(9), ((Edge(0), Edge(8)),)),)]
 
 
 def numbers(draw: st.DrawFn, most: int, *, in_order: bool) -> list[int]:
@@ -139,13 +139,14 @@ def test_layers_are_what_the_mask_keeps(case: Case) -> None:
         assert isinstance(mask, m.SameSegment | m.And)
         return
     found = torch.zeros_like(due)
-    for batch, layers in kept:
-        for layer in layers:
+    for region in kept:
+        batch = region.batch
+        for layer in region.layers:
             for i in layer.rows:
                 for start, stop in layer.runs:
                     found[batch.start : batch.stop, i, start.of(i) : stop.of(i)] = True
     assert torch.equal(found, due)
-    assert [b for batch, _ in kept for b in batch] == [*range(entries(data))]
+    assert [b for region in kept for b in region.batch] == [*range(entries(data))]
 
 
 def keeps(tile: Tile, part: Part) -> torch.Tensor:
