@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from attn_graph import masks as m
 from attn_graph.ir.attention import Attention
 from attn_graph.lowering.cpu import fused_tiles, schedule
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, is_readable
 from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.masks.places import Block, Place
+from attn_graph.sparsity import layers
 from attn_graph.sparsity.layers import list_layers
 from attn_graph.sparsity.parts import Part, Tile
 from attn_graph.sparsity.regions import Edge, Layer
@@ -33,7 +35,7 @@ from attn_graph.testing.agreement import (
     run_plan,
 )
 from attn_graph.testing.tensors import cotangents_for, tensors_for
-from tests.support.planning import force_kernel
+from tests.support.planning import force_kernel, forget_plans
 from tests.support.planning import new_plans as new_plans
 
 CPU = ag.Target.of("cpu")
@@ -444,3 +446,16 @@ def test_a_part_of_a_table_may_begin_at_any_block(keys: range) -> None:
     flags = tensors[3][..., keys.start : keys.stop].contiguous()
     plan = ag.compile(graph, target=CPU)
     torch.testing.assert_close(plan(*tensors), due(*tensors[:3], flags))
+
+
+def test_a_plan_asks_once_what_its_mask_keeps_and_what_the_kernel_reads() -> None:
+    x = ag.TensorSpec((2, 4, 502, 64), torch.float32)
+    graph = ag.attention(x, x, x, mask=ag.Causal() & ag.Window(61))
+    forget_plans()
+    layers.known_regions.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        cut, reads = Mock(wraps=layers.layers_of_strip), Mock(wraps=is_readable)
+        patch.setattr(layers, "layers_of_strip", cut)
+        patch.setattr(fused_tiles, "is_readable", reads)
+        ag.compile(graph, target=CPU)
+    assert (cut.call_count, reads.call_count) == (1, 3)  # its one strip; q, k and v
