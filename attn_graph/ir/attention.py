@@ -20,7 +20,6 @@ from attn_graph.ir.modifiers import (
     Collect,
     Modifier,
     SoftCap,
-    find_restores,
 )
 from attn_graph.ir.transforms.gradient_ops import (
     WeighT,
@@ -179,10 +178,14 @@ class Attention(Fused):
         """For each operand: does it have a gradient?"""
         return tuple([role.trains for role in self.takes])
 
-    @property
+    @cached_property
     def restores(self) -> tuple[bool, ...]:
-        """For each modifier: must -inf be put back after it?"""
-        return find_restores(self.modifiers)
+        """For each modifier: must -inf be put back after it, at places that an earlier one hides?
+        To add finite numbers leaves -inf as it is."""
+        steps = self.modifiers
+        hidden = [any(m.hides for m in steps[:n]) for n in range(len(steps))]
+        pairs = zip(steps, hidden, strict=True)
+        return tuple([before and (m.hides or not m.additive) for m, before in pairs])
 
     @cached_property
     def data_names(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:

@@ -230,17 +230,6 @@ def back_(modifier: Modifier, ds: torch.Tensor, s: torch.Tensor, at: Place) -> N
         ds.copy_(gradient)
 
 
-def find_restores(modifiers: Sequence[Modifier]) -> tuple[bool, ...]:
-    """For each step: must -inf be restored after it, at places hidden by an earlier step?
-
-    A step that adds finite numbers leaves -inf unchanged.
-    """
-    hidden = [any(m.hides for m in modifiers[:n]) for n in range(len(modifiers))]
-    return tuple(
-        before and (m.hides or not m.additive) for m, before in zip(modifiers, hidden, strict=True)
-    )
-
-
 @final
 @frozen
 class SoftCap(Modifier):
