@@ -147,11 +147,10 @@ def cut_parts(bounds: tuple[Keys, Keys], least_full: int, bridge: int) -> tuple[
 
 
 def split_interval(start: int, stop: int, sure: Keys, least_full: int) -> list[Part]:
-    full = (sure & Keys.between(start, stop)).intervals
-    if full == ((start, stop),):
+    if sure.covers(start, stop):  # without a walk over all that is sure
         return [Part(start, stop, "full")]
     parts, at = list[Part](), start
-    for a, b in full:
+    for a, b in (sure & Keys.between(start, stop)).intervals:
         if b - a >= least_full:
             parts += [Part(at, a, "mixed")] if at < a else []
             parts.append(Part(a, b, "full"))
