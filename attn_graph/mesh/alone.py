@@ -13,7 +13,6 @@ from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.transforms.boxes import Piece, cut_feed
-from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.plan import Plan
 from attn_graph.plan.building import plan_graph
@@ -48,7 +47,9 @@ class OwnPart:
         slopes = [b.input(SLOPES, TensorSpec.like(x)) for x in self.slopes(torch.device("cpu"))]
         for eqn in sharded.graph.eqns[:-1]:
             values += b.emit(eqn.op, *(values[i] for i in eqn.args))
-        values += b.emit(own_op(sharded, self.piece), *self.operands(values, slopes))
+        node: Attention = evolve(self.piece.node, sinks=sharded.node.sinks, part=sharded.node.part)
+        op: Op = evolve(sharded.packed, op=node) if sharded.packed else node
+        values += b.emit(op, *self.operands(values, slopes))
         return b.graph(*(values[i] for i in sharded.graph.outputs))
 
     def operands(self, values: Sequence[Value], slopes: Sequence[Value]) -> list[Value]:
@@ -80,9 +81,3 @@ class OwnPart:
         needs = *(n in trained for n in range(len(inputs))), *(False for _ in slopes)
         gradients = self.plan.pull(needs, (*inputs, *slopes, *saved), grads)
         return dict(zip(sorted(trained), gradients, strict=True))
-
-
-def own_op(sharded: Sharded, piece: Piece) -> Op:
-    """The op of a rank's part: moved, and packed as the whole one is."""
-    node: Attention = evolve(piece.node, sinks=sharded.node.sinks, part=sharded.node.part)
-    return evolve(sharded.packed, op=node) if sharded.packed else node

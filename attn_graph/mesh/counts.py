@@ -43,7 +43,11 @@ def count_seen(sharded: Sharded, rows: range) -> int:
     """The pairs of some queries, over all batch entries and heads; an upper bound unless all is
     known.
     """
-    return sum(count_box(sharded, box) for box in sharded.boxes(rows))
+    heads = range(sharded.sizes[1])
+    return sum(
+        count_box(sharded, sharded.box(own, common(own.rows, rows), own.keys, heads))
+        for own in sharded.find_stretches("i", rows)
+    )
 
 
 def count_box(sharded: Sharded, box: Box) -> int:

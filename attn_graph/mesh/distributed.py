@@ -14,7 +14,6 @@ from attn_graph.machine.tensors import is_distributed
 from attn_graph.mesh.layout import chunk, join_touching
 from attn_graph.mesh.sharded import AXES, Sharded, show_chunks
 from attn_graph.mesh.site import Site
-from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,23 +32,22 @@ class Wrapping:
 
     def wrap(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rank's parts of the outputs as DTensors of the whole."""
-        sharded = self.site.sharded
-        return [
-            self.wrap_one(result_spec(sharded.graph, n), name, x)
-            for n, name, x in zip(sharded.graph.outputs, sharded.output_names, outputs, strict=True)
-        ]
-
-    def wrap_one(self, whole: TensorSpec, name: str, x: torch.Tensor) -> torch.Tensor:
-        """One of them."""
         from torch.distributed.tensor import DTensor
 
-        sharded = self.site.sharded
-        axes = sharded.result_axes[name != "o"]
-        places = (expected_placement(sharded, whole.shape, axes),)
-        return DTensor.from_local(
-            x, self.mesh, places, run_check=False,
-            shape=torch.Size(whole.shape), stride=whole.strides,
-        )  # fmt: skip
+        sharded, wrapped = self.site.sharded, list[torch.Tensor]()
+        for n, name, x in zip(sharded.graph.outputs, sharded.output_names, outputs, strict=True):
+            whole, axes = result_spec(sharded.graph, n), sharded.result_axes[name != "o"]
+            wrapped.append(
+                DTensor.from_local(
+                    x,
+                    self.mesh,
+                    (expected_placement(sharded, whole.shape, axes),),
+                    run_check=False,
+                    shape=torch.Size(whole.shape),
+                    stride=whole.strides,
+                )
+            )
+        return wrapped
 
 
 def unwrap(site: Site, given: Tensors) -> tuple[Tensors, Wrapping | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from attrs import frozen
@@ -43,18 +43,13 @@ class Transfer:
 @final
 @frozen(eq=False)
 class Line:
-    """A plan's connection to the other ranks of its group. tag: of all its messages, by `tag_of`.
+    """A plan's connection to the other ranks of its group. tag: of all its messages.
 
     Groups with tags, such as gloo, keep messages of different plans apart.
     """
 
     group: ProcessGroup
     tag: int
-
-
-def tag_of(text: str) -> int:
-    """A number below 2^31, almost unique to a text."""
-    return int.from_bytes(sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def post(
@@ -121,17 +116,13 @@ def compare_texts(
         return
     each: list[Any] = [None] * group.size()  # Any: as torch declares it
     dist.all_gather_object(each, said, group=group)
-    if fault is None:
-        raise_difference(each)
-
-
-def raise_difference(said: Sequence[tuple[str, str | None]]) -> NoReturn:
-    """Raise GraphError for different texts, or for faults. said: both of each rank."""
-    for rank, (_, problem) in enumerate(said):
+    if fault is not None:
+        return
+    for rank, (_, problem) in enumerate(each):
         if problem:
             raise GraphError(f"rank {rank} refused its call, so no rank computes: {problem}")
-    first, *texts = (text for text, _ in said)
-    other = next(n for n, text in enumerate(texts, 1) if text != first)
+    first, *texts = (given for given, _ in each)
+    other = next(n for n, given in enumerate(texts, 1) if given != first)
     raise GraphError(
         f"ranks disagree about what they compute together\nrank 0: {first}\n"
         f"rank {other}: {texts[other - 1]}"

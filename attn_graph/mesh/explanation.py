@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import get_args
 
 from attrs import evolve
@@ -36,7 +37,9 @@ def link_speed(link: str | float | None, target: Target) -> float | None:
     """
     if link is None:
         return None
-    link = parse_speed(link) if isinstance(link, str) else link
+    if isinstance(link, str):
+        with suppress(ValueError):  # the name of a link
+            link = float(link)
     if isinstance(link, (int, float)):
         if not 0 < link < INF or isinstance(link, bool):
             raise GraphError(
@@ -52,14 +55,6 @@ def link_speed(link: str | float | None, target: Target) -> float | None:
             f"{', '.join(map(str, NVLINKS))}, and a number of bytes a second"
         )
     return LINKS[link]
-
-
-def parse_speed(text: str) -> float | str:
-    """The number of a text like "50e9"; else the text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def explain_mesh(sharded: Sharded, target: Target, link: str | float | None) -> Outlook:
@@ -85,25 +80,15 @@ def picture_owners(sharded: Sharded) -> tuple[tuple[int, ...], ...]:
     if sharded.placement not in SEQUENCES or not M * N:
         return ()
     side = -(-max(M, N) // TILES)
-    return tuple(
-        tuple(list_owners(sharded, range(first, min(M, first + side)), side))
-        for first in range(0, M, side)
-    )
-
-
-def list_owners(sharded: Sharded, rows: range, side: int) -> Iterator[int]:
-    """The ranks of a line of tiles."""
-    rank, seen = owner_of(sharded, rows[len(rows) // 2]), find_seen(sharded, rows)
-    _, N = sharded.totals
-    for first in range(0, N, side):
-        within = seen & Keys.between(first, min(N, first + side))
-        yield rank if within.intervals else -1
-
-
-def owner_of(sharded: Sharded, query: int) -> int:
-    """The rank of a query."""
-    holdings = enumerate(sharded.holdings)
-    return next(n for n, own in holdings if any(query in rows for rows in own.rows))
+    picture: list[tuple[int, ...]] = []
+    for first in range(0, M, side):
+        rows = range(first, min(M, first + side))
+        middle, seen = rows[len(rows) // 2], find_seen(sharded, rows)
+        holdings = enumerate(sharded.holdings)
+        owner = next(n for n, own in holdings if any(middle in chunk for chunk in own.rows))
+        tiles = (Keys.between(at, min(N, at + side)) for at in range(0, N, side))
+        picture.append(tuple(owner if (seen & tile).intervals else -1 for tile in tiles))
+    return tuple(picture)
 
 
 def list_figures(sharded: Sharded, target: Target, link: float | None) -> Iterator[RankFigures]:

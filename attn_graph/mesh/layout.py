@@ -114,12 +114,6 @@ def divide_heads(H: int, G: int, ranks: int) -> list[tuple[range, range]]:
     ]
 
 
-def spans_between(borders: Iterable[int], size: int) -> Ranges:
-    """`size` positions cut at some places."""
-    ends = sorted({0, size, *borders})
-    return tuple(range(a, b) for a, b in pairwise(ends)) or (range(size),)
-
-
 def cut_at_borders(own: Iterable[range], spans: Ranges, grain: int) -> Ranges:
     """The parts of ranges in each span, beginning at multiples of `grain` from its start."""
 

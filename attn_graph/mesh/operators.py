@@ -37,21 +37,17 @@ def call_plan(tensors: Tensors, plan: str) -> list[torch.Tensor]:
 @call_plan.register_fake
 def describe_results(tensors: Tensors, plan: str) -> list[torch.Tensor]:
     """The results of fake tensors."""
-    site = plans[plan].site
-    rows = [describe_result(site, name, tensors[0]) for name in result_names(site)]
-    if site.sharded.method == "heads":
-        wide = accumulator(tensors[0].dtype)
-        *four, lse = head_shapes(site)
-        return [*rows, *map(tensors[0].new_empty, four), tensors[0].new_empty(lse, dtype=wide)]
-    return rows
-
-
-def describe_result(site: Site, name: str, q: torch.Tensor) -> torch.Tensor:
-    """One of them: o in the memory order of q, or a statistic."""
+    site, q = plans[plan].site, tensors[0]
     sharded = site.sharded
-    _, results = sharded.whole
-    whole = result_spec(sharded.graph, results[sharded.node.names.index(name)])
-    return describe_spec(q, site.local_spec(whole, sharded.result_axes[name != "o"]))
+    _, numbers = sharded.whole
+    rows: list[torch.Tensor] = []
+    for name in result_names(site):
+        whole = result_spec(sharded.graph, numbers[sharded.node.names.index(name)])
+        rows.append(describe_spec(q, site.local_spec(whole, sharded.result_axes[name != "o"])))
+    if sharded.method == "heads":
+        *four, lse = head_shapes(site)
+        return [*rows, *map(q.new_empty, four), q.new_empty(lse, dtype=accumulator(q.dtype))]
+    return rows
 
 
 @torch.library.custom_op(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 from attrs import evolve
@@ -43,28 +43,17 @@ def place_sequences(whole: Sharded, all_: Holding) -> Iterator[Holding]:
 
     Rows of no sequence go along with those before them.
     """
-    starts = {letter: known_starts(whole, letter) for letter in whole.starts}
+    starts = {x: [int(at) for at in whole.numbers(n)] for x, n in whole.starts.items()}
     ends = next(iter(starts.values()))
     batches = chunk_by_weight([b - a for a, b in pairwise(ends)], whole.mesh.ranks)
-    inner = [batch.start for batch in batches[1:]]
-    rows, keys = (
-        ranges_between([starts[x][b] for b in inner], whole.axis_sizes[axis])
-        if x in starts
-        else [range(whole.axis_sizes[axis])] * len(batches)
-        for x, axis in zip(STARTS.values(), "ij", strict=True)
-    )
+    rows, keys = [all_.rows] * len(batches), [all_.keys] * len(batches)
+    for letter, parts, axis in zip(STARTS.values(), (rows, keys), "ij", strict=True):
+        if letter in starts:
+            inner = [starts[letter][batch.start] for batch in batches[1:]]
+            cuts = pairwise([0, *inner, whole.axis_sizes[axis]])
+            parts[:] = [(range(a, b),) for a, b in cuts]
     for batch, i, j in zip(batches, rows, keys, strict=True):
-        yield evolve(all_, batch=batch, rows=(i,), keys=(j,))
-
-
-def ranges_between(places: Sequence[int], size: int) -> list[range]:
-    """Positions cut at some places."""
-    return [range(a, b) for a, b in pairwise([0, *places, size])]
-
-
-def known_starts(whole: Sharded, letter: str) -> list[int]:
-    """The starts of sequences. Raises GraphError if they are unknown."""
-    return [int(n) for n in whole.numbers(whole.starts[letter])]
+        yield evolve(all_, batch=batch, rows=i, keys=j)
 
 
 def place_positions(whole: Sharded) -> tuple[list[Ranges], list[Ranges]]:

@@ -191,23 +191,21 @@ class RankPlan(ShardedPlan):
         """The outputs, and the other tensors saved for the backward."""
         with without_autocast(), named_in_profiles("mesh forward"):
             inputs = self.site.all_inputs(tensors)
-            return self.own.forward(inputs) if self.own else self.run_together(inputs)
-
-    def run_together(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        """`run` with exchanged keys or heads; saved are o, lse, and more."""
-        sharded, site = self.sharded, self.site
-        saved: Tensors = ()
-        inputs = site.unpack_all(inputs)
-        if sharded.method == "heads":
-            results, saved = forward_heads(site, inputs)
-        else:
-            results = forward_ring(site, inputs)
-            absent = sharded.once(absent_rows, site.holding.rows)
-            results.join_sinks(site.sinks(inputs), site.holding.heads, absent)
-        nq = sharded.eqn.args[0]
-        rows = results.finish(site, inputs[nq].dtype, sharded.graph.inputs[nq].spec)
-        named = dict(zip(sharded.node.names, rows, strict=True))
-        return [named[name] for name in sharded.output_names], (*rows[:2], *saved)
+            if self.own:
+                return self.own.forward(inputs)
+            sharded, site = self.sharded, self.site
+            saved: Tensors = ()
+            inputs = site.unpack_all(inputs)
+            if sharded.method == "heads":
+                results, saved = forward_heads(site, inputs)
+            else:
+                results = forward_ring(site, inputs)
+                absent = sharded.once(absent_rows, site.holding.rows)
+                results.join_sinks(site.sinks(inputs), site.holding.heads, absent)
+            nq = sharded.eqn.args[0]
+            rows = results.finish(site, inputs[nq].dtype, sharded.graph.inputs[nq].spec)
+            named = dict(zip(sharded.node.names, rows, strict=True))
+            return [named[name] for name in sharded.output_names], (*rows[:2], *saved)
 
     def pull(
         self, needs: tuple[bool, ...], saved: Tensors, grads: Sequence[torch.Tensor | None]
@@ -240,7 +238,13 @@ class RankPlan(ShardedPlan):
         """The gradients of the rank's inputs with exchanged keys or heads."""
         site, (o, lse, *more) = self.site.behind, saved
         inputs = site.unpack_all(inputs)
-        cotangents = self.read_cotangents(site.unpack(o), site.unpack(lse), grads)
+        o, lse = site.unpack(o), site.unpack(lse)
+        named = dict(zip(self.sharded.output_names, grads, strict=True))
+        do, dlse = (
+            None if x is None else clear_blind_rows(site.unpack(x), lse)
+            for x in (named.get("o"), named.get("lse"))
+        )
+        cotangents = Cotangents(o, lse, do, dlse)
         if self.sharded.method == "heads":
             totals = backward_heads(site, inputs, more, cotangents)
         else:
@@ -253,17 +257,6 @@ class RankPlan(ShardedPlan):
     def push_outputs(self, primals: Tensors, tangents: Mapping[int, torch.Tensor]) -> NoReturn:
         """Raises GraphError: forward mode is not supported."""
         raise GraphError(ONCE)
-
-    def read_cotangents(
-        self, o: torch.Tensor, lse: torch.Tensor, grads: Sequence[torch.Tensor | None]
-    ) -> Cotangents:
-        """o, lse and their cotangents by the order of the outputs; 0 in blind rows."""
-        named = dict(zip(self.sharded.output_names, grads, strict=True))
-        do, dlse = (
-            None if x is None else clear_blind_rows(self.site.unpack(x), lse)
-            for x in (named.get("o"), named.get("lse"))
-        )
-        return Cotangents(o, lse, do, dlse)
 
     def add_shared(self, totals: Totals) -> None:
         """Add up gradients over the ranks with one part of an input, in their order."""

@@ -175,22 +175,26 @@ class Outlook:
         link = "no link known" if self.link is None else f"{format_scaled(self.link, 'B/s')} a way"
         method = f", {self.method}" if self.method else ""
         head = f"{show_call(self.mesh)}, {self.placement}{method}; {self.target}, {link}"
-        return f"{head}; balance {self.balance:.3f}{self.idle_text()}"
-
-    def idle_text(self) -> str:
-        """The ranks without a pair of query and key, if others have any."""
+        text = f"{head}; balance {self.balance:.3f}"
         idle = [n for n, rank in enumerate(self.ranks) if not rank.pairs]
         if not idle or len(idle) == len(self.ranks):
-            return ""
+            return text
         names = ", ".join(map(str, idle[:MOST_NAMES]))
         more = f" and {len(idle) - MOST_NAMES} more" if len(idle) > MOST_NAMES else ""
-        who = "rank" if len(idle) == 1 else "ranks"
-        verb = "has" if len(idle) == 1 else "have"
-        return f"; {who} {names}{more} {verb} nothing to do"
+        who = f"rank {names} has" if len(idle) == 1 else f"ranks {names}{more} have"
+        return f"{text}; {who} nothing to do"
 
     def rows(self) -> list[str]:
         """A line for each rank."""
-        return align_columns([COLUMNS, *(rank_row(n, x) for n, x in enumerate(self.ranks))])
+        lines: list[tuple[str, ...]] = [COLUMNS]
+        for n, rank in enumerate(self.ranks):
+            flops = format_scaled(rank.flops, "flop")
+            sizes = rank.sent.forward, rank.received.forward, rank.sent.backward
+            buffers = str(len(rank.hops) - 1), format_bytes(rank.buffers)
+            times = map(format_time, (rank.compute, rank.transfer, rank.seconds))
+            head = str(n), f"{rank.queries:,}", f"{rank.pairs:,}", flops
+            lines.append((*head, *map(format_bytes, sizes), *buffers, *times))
+        return align_columns(lines)
 
     def comparison(self) -> list[str]:
         """A line for each method, if there are several."""
@@ -224,18 +228,6 @@ class Outlook:
             "ranks": [asdict(x) | {"pairs": x.pairs, "sent": asdict(x.sent)} for x in self.ranks],
             "others": [x.to_dict() for x in self.others],
         }
-
-
-def rank_row(number: int, rank: RankFigures) -> tuple[str, ...]:
-    """The cells of a rank's line."""
-    sizes = rank.sent.forward, rank.received.forward, rank.sent.backward
-    times = rank.compute, rank.transfer, rank.seconds
-    return (
-        *(str(number), f"{rank.queries:,}", f"{rank.pairs:,}", format_scaled(rank.flops, "flop")),
-        *map(format_bytes, sizes),
-        *(str(len(rank.hops) - 1), format_bytes(rank.buffers)),
-        *map(format_time, times),
-    )
 
 
 def format_time(seconds: float | None) -> str:

@@ -83,16 +83,13 @@ def travel(site: Site, k: torch.Tensor, v: torch.Tensor, use: Callable[[Guest], 
         flat = transfer.wait()[visit.source]
         return Guest(visit, *unpack(flat, key_shapes(k, v, visit.receives)))
 
-    def use_next() -> None:
-        guest = receive()
-        post_next()
-        use(guest)
-
     try:
         post_next()
         use(Guest(own, k, v))
         while under_way:
-            use_next()
+            guest = receive()  # whose transfer is freed before the next one
+            post_next()
+            use(guest)
     finally:
         for _, transfer in under_way:
             transfer.wait()
@@ -146,7 +143,9 @@ def backward_ring(site: Site, inputs: Tensors, cotangents: Cotangents) -> Totals
             add_run(site, totals, run, cotangents, shares)
         collect_all()
         if not at_home:
-            back.append((guest.visit, post_gradients(site, guest, shares)))
+            flat, visit = pack(shares, k.dtype), guest.visit
+            size = sum(map(prod, key_shapes(k, v, visit.sends)))
+            back.append((visit, post(site.line, {visit.source: flat}, {visit.to: size}, k)))
 
     try:
         travel(site, k, v, attend)
@@ -175,14 +174,6 @@ def add_run(
         for place, piece in pair_chunks(total, chunks, gradient):
             place += piece
     totals.add_more(run.here, gradients)
-
-
-def post_gradients(site: Site, guest: Guest, shares: Tensors) -> Transfer:
-    """Send a visit's gradients home, and receive those of this rank's keys."""
-    visit, k, v = guest.visit, guest.k, guest.v
-    flat = pack(shares, k.dtype)
-    size = sum(map(prod, key_shapes(k, v, visit.sends)))
-    return post(site.line, {visit.source: flat}, {visit.to: size}, k)
 
 
 def collect(site: Site, visit: Visit, transfer: Transfer, own: Tensors) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import final
@@ -65,17 +65,13 @@ def hull_within(keys: Keys, chunk: range, grain: int) -> range:
     return range(first - (first - chunk.start) % grain, last)
 
 
-def join_sets(sets: Sequence[Keys]) -> Keys:
-    """The keys of all sets."""
-    return Keys(join_intervals(sorted(i for one in sets for i in one.intervals), gap=0))
-
-
 def needed_keys(sharded: Sharded, rank: int, source: int) -> Ranges:
     """Of each chunk of `source`'s keys, those from the first to the last needed by `rank`.
 
     Chunks without needed keys are left out.
     """
-    seen = join_sets(sharded.once(seen_keys)[rank])
+    intervals = sorted(x for keys in sharded.once(seen_keys)[rank] for x in keys.intervals)
+    seen = Keys(join_intervals(intervals, gap=0))
     hulls = (hull_within(seen, chunk, sharded.grain) for chunk in sharded.holdings[source].keys)
     return tuple(hull for hull in hulls if hull)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import string_at
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -32,7 +33,6 @@ from attn_graph.mesh.layout import (
     Placement,
     Ranges,
     divide_heads,
-    spans_between,
 )
 from attn_graph.mesh.results import Outlook, ShardedPlan
 from attn_graph.printing.text import show_call
@@ -273,8 +273,9 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
 
     def spans(self, axis: str) -> Ranges:
         """The queries, i, or keys, j, cut at the borders of stretches."""
-        each = [x.of(axis) for x in self.stretches]
-        return spans_between((at for x in each for at in (x.start, x.stop)), self.axis_sizes[axis])
+        size, each = self.axis_sizes[axis], [x.of(axis) for x in self.stretches]
+        ends = sorted({0, size, *(at for x in each for at in (x.start, x.stop))})
+        return tuple(range(a, b) for a, b in pairwise(ends)) or (range(size),)
 
     @cached_property
     def stretch_starts(self) -> dict[str, list[int]]:
@@ -288,11 +289,6 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
         for own in self.stretches[max(0, first) : stop]:
             if common(own.of(axis), places):
                 yield own
-
-    def boxes(self, rows: range) -> Iterator[Box]:
-        """Some queries, with all keys and heads: a box for each stretch."""
-        for own in self.find_stretches("i", rows):
-            yield self.box(own, common(own.rows, rows), own.keys, range(self.sizes[1]))
 
     def box(self, own: Stretch, rows: range, keys: range, heads: range) -> Box:
         """Places by their queries and keys in a stretch."""
@@ -396,15 +392,12 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
     def part(self, rank: int, x: torch.Tensor, letters: str) -> torch.Tensor:
         """A rank's part of a tensor. Starts count the rank's own rows."""
         if self.cuts_sequences and letters in STARTS.values():
-            return x.new_tensor([self.count_before(rank, letters, int(at)) for at in x])
+            holding = self.holdings[rank]
+            chunks = holding.rows if letters == STARTS["rows"] else holding.keys
+            before = [[len(common(c, range(int(at)))) for c in chunks] for at in x]
+            return x.new_tensor([*map(sum, before)])
         own, first = take(x, self.parts(rank, x.shape, letters)), self.first_row(rank, letters)
         return own - first if first else own
-
-    def count_before(self, rank: int, letters: str, at: int) -> int:
-        """The number of a rank's rows, or keys, before one of all."""
-        own = self.holdings[rank]
-        chunks = own.rows if letters == STARTS["rows"] else own.keys
-        return sum(len(common(x, range(at))) for x in chunks)
 
     def first_row(self, rank: int, letters: str) -> int:
         """The row from which a rank's starts count; 0 for other tensors."""
@@ -448,14 +441,18 @@ class Sharded(Remembers, Compilable[ShardedPlan, Outlook]):
 
         Arguments and errors as those of `attn_graph.parse`.
         """
-        from attn_graph.mesh.parsing import parse_sharded  # which imports this module
+        from attn_graph.mesh.sharding import parse_sharded  # which imports this module
 
         return parse_sharded(text, known)
 
     def __str__(self) -> str:
         method = [f"method={self.method!r}"] if self.method else []
         data = ["graph", show_call(self.mesh), repr(self.placement), *method, *map(str, self.known)]
-        ranks = [f"# rank {n}: {show_holding(x)}" for n, x in enumerate(self.holdings)]
+        ranks: list[str] = []
+        for n, x in enumerate(self.holdings):
+            own = {"batch": (x.batch,), "heads": (x.heads,), "queries": x.rows, "keys": x.keys}
+            texts = (f"{name} {show_chunks(chunks)}" for name, chunks in own.items())
+            ranks.append(f"# rank {n}: {', '.join(texts)}")
         return "\n".join([str(self.graph), f"shard({', '.join(data)})", *ranks])
 
     __repr__ = __str__
@@ -478,17 +475,6 @@ def starts_of(eqn: Eqn) -> dict[str, int]:
         return {}
     given = eqn.args[len(packed.op.takes) :]
     return dict(zip((STARTS[side] for side in packed.sides), given, strict=False))
-
-
-def show_holding(holding: Holding) -> str:
-    """A rank's part as text: `queries 0:8 24:32, keys 0:8 24:32`."""
-    chunks = {
-        "batch": [holding.batch],
-        "heads": [holding.heads],
-        "queries": holding.rows,
-        "keys": holding.keys,
-    }
-    return ", ".join(f"{name} {show_chunks(own)}" for name, own in chunks.items())
 
 
 def show_chunks(chunks: Iterable[range]) -> str:

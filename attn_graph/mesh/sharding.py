@@ -1,9 +1,11 @@
-"""shard: divide an attention over the ranks of a mesh."""
+"""shard: divide an attention over the ranks of a mesh; and read the text of a divided one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import get_args
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, get_args
 
 import torch
 from attrs import evolve
@@ -16,6 +18,13 @@ from attn_graph.ir.storage.data_checks import check_data
 from attn_graph.ir.storage.packing import Lengths
 from attn_graph.ir.transforms.binding import require_numbers
 from attn_graph.ir.transforms.moving import Box
+from attn_graph.ir.transforms.parse import (
+    Parser,
+    errors_at_line,
+    graph_parser,
+    literal_value,
+    read_syntax,
+)
 from attn_graph.ir.transforms.vjp import require_no_layouts
 from attn_graph.machine.tensors import is_distributed
 from attn_graph.mesh.layout import SEQUENCES, Mesh, Method, Placement
@@ -173,3 +182,40 @@ def check_known(whole: Sharded) -> None:
     except PlanMismatchError as error:
         (text,) = error.differences
         raise GraphError(f"shard: {text}; {error.way_out}") from error
+
+
+def parse_sharded(text: str, known: Iterable[type[Any]]) -> Sharded:  # Any: masks, modifiers, ops
+    """The sharded graph of a text. Raises GraphError with the wrong line."""
+    parser = graph_parser(text, (Mesh, *known))
+    match read_syntax(text).body:
+        case [*graph, ast.Expr(ast.Call(ast.Name("shard"), [ast.Name(), *args], keywords) as call)]:
+            whole = parser.function(graph)
+        case _:
+            raise GraphError("expected a graph, and below it `shard(graph, Mesh(...), ...)`")
+    with errors_at_line(call.lineno):
+        options: dict[str, Any] = {  # Any: tensors, and the name of a method
+            x.arg or "**": read_tensor(x.value)
+            if isinstance(x.value, ast.Call)
+            else literal_value(x.value)
+            for x in keywords
+        }
+        if len(args) != 2 or "**" in options:
+            raise GraphError("expected `shard(graph, mesh, placements, ...)`")
+        return shard(whole, *map(parser.value, args), **options)
+
+
+def read_tensor(node: ast.Call) -> torch.Tensor:
+    """The tensor of `i64[2, 3]((7, 4), (8, 2))`: runs of equal elements. Raises GraphError."""
+    spec, runs = Parser({}).spec(node.func), [literal_value(x) for x in node.args]
+    if not all(map(is_run, runs)) or sum(n for _, n in runs) != prod(spec.shape):
+        raise GraphError(f"{ast.unparse(node.func)} is given by runs of (element, how many)")
+    values, counts = (torch.tensor([run[i] for run in runs], dtype=torch.int64) for i in (0, 1))
+    return values.repeat_interleave(counts).to(spec.dtype).reshape(spec.shape)
+
+
+def is_run(run: object) -> bool:
+    """True for an integer or a boolean with its number of repetitions."""
+    match run:
+        case (int(value), int(count)):
+            return -(2**63) <= value < 2**63 and count > 0
+    return False

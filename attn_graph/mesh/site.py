@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING, final
 
@@ -22,7 +23,7 @@ from attn_graph.machine.cache import CAPACITY
 from attn_graph.machine.likeness import look_at
 from attn_graph.masks import And, KeyLengths, QueryLengths, join_masks, needs_of
 from attn_graph.masks.canonical import canonical_mask
-from attn_graph.mesh.exchange import Line, tag_of
+from attn_graph.mesh.exchange import Line
 from attn_graph.mesh.layout import Holding, Ranges
 from attn_graph.mesh.schedule import Job
 from attn_graph.mesh.sharded import Sharded
@@ -74,7 +75,8 @@ class Site:
     def line(self) -> Line:
         """The way to the other ranks: messages of other graphs, and of the other pass, are kept
         apart."""
-        return Line(self.group, tag_of(f"{self.side} {self.sharded}"))
+        digest = sha256(f"{self.side} {self.sharded}".encode()).digest()
+        return Line(self.group, int.from_bytes(digest[:4], "big") >> 1)  # below 2^31
 
     @cached_property
     def behind(self) -> Site:
@@ -206,7 +208,7 @@ class Site:
         if key not in self.memory.plans:
             if len(self.memory.plans) >= CAPACITY:  # strides that change with each call
                 self.memory.plans.clear()
-            graph = batch_graph(piece, tensors, *most) if most else box_graph(piece, tensors)
+            graph = box_graph(piece, tensors, most)
             self.memory.plans[key] = plan_graph(self.request.with_graph(graph))
         return self.memory.plans[key]
 
@@ -275,20 +277,17 @@ class Gradients:
     more: Sequence[tuple[Feed, torch.Tensor]]
 
 
-def box_graph(piece: Piece, tensors: Tensors) -> Graph:
-    """The graph of a box, of tensors laid out like these."""
+def box_graph(piece: Piece, tensors: Tensors, most: tuple[int, int] | None) -> Graph:
+    """The graph of a box, of tensors laid out like these; or of boxes of one op as packed
+    sequences: their starts come last. most: the most rows and keys of one of these.
+    """
     b = Builder(trusts=True)
     names = ["q", "k", "v", *(f"{feed.name}_{n}" for n, feed in enumerate(piece.feeds))]
+    names += STARTS.values() if most else ()
     values = [b.input(n, TensorSpec.like(x)) for n, x in zip(names, tensors, strict=True)]
-    return b.graph(*b.emit(piece.node, *values))
-
-
-def batch_graph(piece: Piece, tensors: Tensors, rows: int, keys: int) -> Graph:
-    """The graph of boxes of one op as packed sequences; their starts come last."""
-    b = Builder(trusts=True)
-    names = ["q", "k", "v", *(f"{feed.name}_{n}" for n, feed in enumerate(piece.feeds))]
-    names += STARTS.values()
-    values = [b.input(n, TensorSpec.like(x)) for n, x in zip(names, tensors, strict=True)]
+    if not most:
+        return b.graph(*b.emit(piece.node, *values))
+    rows, keys = most
     mask = canonical_mask(join_masks(And, [*and_parts(piece.node.mask), ENDS]), rows, keys)
     lengths = {
         LENGTHS[side]: b.emit(Lengths(all_rows=True), x)[0]

@@ -45,21 +45,17 @@ class RowResults:
     def add(self, chunks: Ranges, *results: torch.Tensor) -> None:
         """Join o and the statistics of chunks of queries over further keys."""
         pieces = [x.split([*map(len, chunks)], 2) for x in results]
-        for rows, *each in zip(chunks, *pieces, strict=True):
-            self.add_rows(rows, *each)
-
-    def add_rows(self, rows: range, o: torch.Tensor, *stats: torch.Tensor) -> None:
-        """Join those of one chunk."""
-        at = slice(rows.start, rows.stop)
-        own = {name: x[:, :, at] for name, x in self.rows.items()}
-        given = dict(zip(own, stats, strict=True))
-        if rows in self.seen:
-            merge_(self.o[:, :, at], own["lse"], o.to(self.o.dtype), given["lse"])
-        else:
-            self.o[:, :, at] = o
-            own["lse"].copy_(given["lse"])
-            self.seen.add(rows)
-        join_statistics(own, given)
+        for rows, o, *stats in zip(chunks, *pieces, strict=True):
+            at = slice(rows.start, rows.stop)
+            own = {name: x[:, :, at] for name, x in self.rows.items()}
+            given = dict(zip(own, stats, strict=True))
+            if rows in self.seen:
+                merge_(self.o[:, :, at], own["lse"], o.to(self.o.dtype), given["lse"])
+            else:
+                self.o[:, :, at] = o
+                own["lse"].copy_(given["lse"])
+                self.seen.add(rows)
+            join_statistics(own, given)
 
     def join_sinks(self, sinks: torch.Tensor | None, heads: range, absent: Ranges) -> None:
         """Join sinks [H] of its heads, once all keys are in, except in the rows of no sequence."""
