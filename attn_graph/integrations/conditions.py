@@ -109,12 +109,17 @@ class Condition(MaskSymbol):
         else:
             mask = self.mask & other.mask
         separates = (*self.separates, *other.separates)
+        within = tuple(  # of sequences that it does not separate
+            positions
+            for positions in (*self.within, *other.within)
+            if not any(count_within(positions, table) for table in separates)
+        )
         return Condition(
             mask,
             (*self.kinds, *other.kinds),
             one_kind(self.segments, other.segments),
             self.lengths or other.lengths,
-            within_beside((*self.within, *other.within), separates),
+            within,
             separates,
             self.ends or other.ends,
         )
@@ -143,15 +148,6 @@ def as_condition(value: object) -> Condition:
     if not isinstance(value, Condition):
         raise UnreadableMaskError(f"joins a condition with a {type(value).__name__}")
     return value
-
-
-def within_beside(within: tuple[Tensor, ...], separates: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`within` of a separating condition: the tables of sequences it does not separate."""
-    return tuple(
-        positions
-        for positions in within
-        if not any(count_within(positions, table) for table in separates)
-    )
 
 
 def count_within(positions: Tensor, segments: Tensor) -> bool:

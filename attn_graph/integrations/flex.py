@@ -32,12 +32,12 @@ from attn_graph.integrations.terms import (
     Unread,
     apply_to_masks,
     apply_to_numbers,
-    change_format,
     combine_indices,
     combine_reals,
     compare_indices,
     convert,
     describe_term,
+    dtype_of,
     extreme_index,
     is_integer,
     is_number,
@@ -114,7 +114,11 @@ def from_flex(
             way_out = f"{A_FORMULA}, or {WAY_OUT}" if error.distance else WAY_OUT
             raise GraphError(f"from_flex: the mod is not read, since {error}; {way_out}") from error
         result = reader.keep(reader.evaluate(mask_mod), error)
-    mask = require_boolean(result)
+    if not isinstance(result, Mask | bool):
+        raise GraphError(
+            f"from_flex: the mod returns {describe_term(result)}, and has to say true or false"
+        )
+    mask = as_mask(result)
     return mask, {name: reader.captured.tensors[name] for name in mask.needs}
 
 
@@ -184,15 +188,6 @@ def check_sizes(sizes: Sizes | None, dense: bool) -> dict[str, int]:
             "say sizes=(B, H, M, N)"
         )
     return known
-
-
-def require_boolean(result: Term) -> Mask:
-    """A mask_mod's result as a mask. Raises GraphError for others than booleans."""
-    if not isinstance(result, Mask | bool):
-        raise GraphError(
-            f"from_flex: the mod returns {describe_term(result)}, and has to say true or false"
-        )
-    return as_mask(result)
 
 
 class Inliner(fx.Tracer):
@@ -299,15 +294,13 @@ class Reader:
             elif not isinstance(x, fx.Node) or self.reads_scores(x):
                 raise error
             elif adds:
-                yield self.dense_term(name, self.evaluate(self.submodule(x)))
+                tensor = self.evaluate(self.submodule(x))
+                if name == "add":
+                    yield self.captured.resolve(Element(tensor, AXES))
+                else:  # a bias too: the negative of what is subtracted
+                    yield self.captured.resolve(Element(-tensor, AXES)).negative()
             else:
                 yield self.keep(self.evaluate(self.submodule(x)), error)
-
-    def dense_term(self, name: str, tensor: torch.Tensor) -> Term:
-        """An added term, or the negative of a subtracted one: a bias either way."""
-        if name == "add":
-            return self.captured.resolve(Element(tensor, AXES))
-        return self.captured.resolve(Element(-tensor, AXES)).negative()
 
     def reads_scores(self, node: fx.Node) -> bool:
         inputs = node.all_input_nodes
@@ -355,8 +348,11 @@ class Reader:
         match name, operands:
             case "output", [x]:
                 return x
-            case (("to" | "getattr"), [x, *formats]):
-                return change_format(name, x, formats)
+            case "getattr", [x, *names]:
+                return dtype_of(x) if names == ["dtype"] else None
+            case "to", [x, *formats]:
+                dtypes = [dtype for dtype in formats if isinstance(dtype, torch.dtype)]
+                return convert(x, dtypes[0]) if dtypes else x
             case _, [x] if name in DTYPES:
                 return convert(x, DTYPES[name])
             case _, [a, b] if is_integer(a) and is_integer(b):

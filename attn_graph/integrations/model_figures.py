@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, final
 
 from attrs import asdict, frozen
 
 from attn_graph.instruments.explanation import Explanation, attention_masks
 from attn_graph.ir.graph import Graph
-from attn_graph.machine.sizes import Memory, format_bytes
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.mesh.results import Outlook
 from attn_graph.planner.cost import format_scaled
@@ -55,7 +55,11 @@ class LayerKind:
         """Bytes that a layer's attention needs while it runs, messages among them. Layers share
         them."""
         buffers = max(rank.buffers for rank in self.outlook.ranks) if self.outlook else 0
-        return workspace_of(self.explanation.memory) + buffers
+        memory = self.explanation.memory
+        if memory is None:
+            return buffers
+        forward = memory.workspace_forward + memory.temporary_forward
+        return max(forward, memory.workspace_backward + memory.temporary_backward) + buffers
 
     @property
     def saved(self) -> int:
@@ -70,8 +74,13 @@ class LayerKind:
         backward = self.explanation.backward
         passes = {"": self.explanation} | ({"backward: ": backward} if backward else {})
         parts = f", one of {len(self.outlook.ranks)} parts" if self.outlook else ""
-        own = describe_graph(self.explanation.graph, self.part)
-        yield f"{name_layers(self.layers)}: {own}{parts}"
+        graph = self.explanation.graph
+        inputs = (self.part or graph).inputs
+        shapes = ", ".join(f"{x.name} {NAMES[x.spec.dtype]}{[*x.spec.shape]}" for x in inputs)
+        (mask,) = attention_masks(graph) or [None]
+        own = f"{shapes}, {mask.written() if mask is not None else 'no mask'}"
+        names = dict.fromkeys(re.sub(r"\d+", "*", name) for name in self.layers)
+        yield f"{len(self.layers)} x {', '.join(names)}: {own}{parts}"
         whole = "whole: " if parts else ""
         for name, side in passes.items():
             yield f"  {whole}{name}{side.backend or 'no backend'}: {side.cause or side.verdict}"
@@ -89,14 +98,6 @@ class LayerKind:
         return {"layers": [*self.layers], **figures, "explanation": self.explanation.to_dict()}
 
 
-def workspace_of(memory: Memory | None) -> int:
-    """The most bytes of either pass while it runs."""
-    if memory is None:
-        return 0
-    forward = memory.workspace_forward + memory.temporary_forward
-    return max(forward, memory.workspace_backward + memory.temporary_backward)
-
-
 def is_untold(kind: LayerKind) -> bool:
     """True if some workspace is known only once its plan is built."""
     memory = kind.explanation.memory
@@ -108,20 +109,6 @@ def format_least(seconds: float | None, is_least: bool) -> str:
     if seconds is None:
         return "unknown"
     return f"{'at least ' if is_least else ''}{format_scaled(seconds, 's')}"
-
-
-def name_layers(names: Sequence[str]) -> str:
-    """Names of layers as one: "32 x model.layers.*.self_attn"."""
-    patterns = dict.fromkeys(re.sub(r"\d+", "*", name) for name in names)
-    return f"{len(names)} x {', '.join(patterns)}"
-
-
-def describe_graph(graph: Graph, part: Graph | None) -> str:
-    """The operands and the mask of an attention. part: a graph of a GPU's part of the operands."""
-    inputs = (part or graph).inputs
-    shapes = ", ".join(f"{x.name} {NAMES[x.spec.dtype]}{[*x.spec.shape]}" for x in inputs)
-    (mask,) = attention_masks(graph) or [None]
-    return f"{shapes}, {mask.written() if mask is not None else 'no mask'}"
 
 
 @final

@@ -92,22 +92,6 @@ def problems(graph: Graph, tensors: Tensors) -> Iterator[str]:
         yield f"Attention takes a bias in the dtype of q, {q.dtype}"
 
 
-def raise_lowest(bias: Tensor) -> Tensor:
-    """A bias with halves of the lowest numbers, which have the same effect.
-
-    onnxruntime hides a key where the bias is the lowest number; here it hides at -inf alone.
-    """
-    lowest = torch.finfo(bias.dtype).min / 2
-    return torch.where(bias == -INF, bias, bias.clamp(min=lowest))
-
-
-def same_size(m: int, n: int) -> bool:
-    """True for equal sizes, also for one symbol; nothing is assumed of two symbols."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to load
-
-    return bool(statically_known_true(m == n))
-
-
 @final
 @define(eq=False)
 class Node:
@@ -193,13 +177,23 @@ class Node:
         align = getattr(part, "align", None)
         if by_lengths:
             return align == "bottom_right"
-        return align == "top_left" or same_size(self.given.q.shape[2], self.given.k.shape[2])
+        if align == "top_left":
+            return True
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to load
+
+        # One symbol is known to equal itself; nothing is assumed of two.
+        return bool(statically_known_true(self.given.q.shape[2] == self.given.k.shape[2]))
 
     def tensor(self, parts: list[Mask]) -> Tensor | None:
         """The parts of the mask and the bias as one tensor, full in M and N as onnxruntime asks."""
         q, k = self.given.q, self.given.k
         biases = [x for data in self.given.modifiers for x in data.values()]
-        made = raise_lowest(biases[0]) if biases else None
+        made = None
+        if biases:
+            # onnxruntime hides a key where the bias is the lowest number; here it hides at -inf
+            # alone, and half of the lowest has the same effect.
+            lowest = torch.finfo(biases[0].dtype).min / 2
+            made = torch.where(biases[0] == -INF, biases[0], biases[0].clamp(min=lowest))
         if parts:
             keep = join_masks(And, parts).keep(self.places)
             made = keep if made is None else torch.where(keep, made, made.new_full((), -INF))

@@ -458,14 +458,6 @@ def apply_to_masks(name: str, operands: list[Term]) -> Term:
     raise Unread(f"it computes {name}() of {', '.join(map(describe_term, operands))}")
 
 
-def change_format(name: str, x: Term, formats: list[Term]) -> Term:
-    """x.to(*formats), or an attribute of x of that name. Raises Unread if its value changes."""
-    if name == "getattr":
-        return dtype_of(x) if formats == ["dtype"] else None
-    dtypes = [dtype for dtype in formats if isinstance(dtype, torch.dtype)]
-    return convert(x, dtypes[0]) if dtypes else x
-
-
 def is_integer(x: Term) -> bool:
     """True for an integer term, at a place or constant."""
     return isinstance(x, Index | int) and not isinstance(x, bool)

@@ -108,24 +108,20 @@ def explain_layers(
     with torch.no_grad(), noting_calls() as calls:
         model(**inputs)
     if not calls:
-        raise GraphError(no_layers(model))
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        raise GraphError(
+            f"explain_layers: no layer of {type(model).__name__} calls {NAME}; its attention is "
+            f"{implementation!r}. Call model.set_attn_implementation({NAME!r}) first. Where that "
+            "is refused, the model has no attention interface; if it calls PyTorch's "
+            "scaled_dot_product_attention, call it in a block of "
+            "attn_graph.replace_sdpa(report=True)"
+        )
     last = {call.module: call for call in calls}
     return {
         name: explain(last[module].graph, target=target or default_target(last[module].device))
         for name, module in model.named_modules()
         if module in last
     }
-
-
-def no_layers(model: torch.nn.Module) -> str:
-    """The error for a model without layers to explain, with its fix."""
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return (
-        f"explain_layers: no layer of {type(model).__name__} calls {NAME}; its attention is "
-        f"{implementation!r}. Call model.set_attn_implementation({NAME!r}) first. Where that is "
-        "refused, the model has no attention interface; if it calls PyTorch's "
-        "scaled_dot_product_attention, call it in a block of attn_graph.replace_sdpa(report=True)"
-    )
 
 
 class Rehearsal(TorchDispatchMode):
@@ -219,11 +215,6 @@ class TrialRun:
     cache: Layers = ()
     before: CacheBytes = CacheBytes()
 
-    @property
-    def bytes_cached(self) -> int:
-        """Bytes of the memory held by the cache."""
-        return CacheBytes.of(self.cache).held
-
     def tensors_of(self, call: LayerCall) -> Iterator[Tensor]:
         """The tensors of a call's layer in the cache. An encoder's and decoder's has two parts: the
         layer reads one of them in place."""
@@ -284,8 +275,9 @@ class Paper:
         whole = self.rehearse(batch, context) if shares else trial
         return ModelExplanation(
             type(self.model).__name__, self.target, self.phase, batch, context,
-            weights=sum_storages(self.weights), cache=trial.bytes_cached, saved=trial.saved,
-            optimizer=sum_storages(self.states), tensors=trial.tensors, reserve=self.reserve,
+            weights=sum_storages(self.weights), cache=CacheBytes.of(trial.cache).held,
+            saved=trial.saved, optimizer=sum_storages(self.states), tensors=trial.tensors,
+            reserve=self.reserve,
             kinds=tuple(self.kinds(whole, trial, shares)), gpus=self.gpus, divide=self.divide,
             notes=tuple(notes_of_cache(trial)),
         )  # fmt: skip
@@ -298,7 +290,10 @@ class Paper:
         for graph, both in groups.items():
             wants = None if self.phase == "train" else ()
             explanation = explain(graph, target=self.target, gradients=wants)
-            outlook = self.divide_context(graph) if shares else None
+            outlook = None
+            if shares:
+                divided = shard(graph, Mesh(self.gpus), "balanced")
+                outlook = explain(divided, target=self.target, link=self.link)
             seconds = predict(explanation, outlook)
             yield LayerKind(
                 tuple(self.names[call.module] for call, _ in both),
@@ -308,12 +303,6 @@ class Paper:
                 outlook,
                 both[0][1].graph if shares else None,
             )
-
-    def divide_context(self, graph: Graph) -> Outlook:
-        """The work and messages of an attention whose sequence is divided evenly."""
-        return explain(
-            shard(graph, Mesh(self.gpus), "balanced"), target=self.target, link=self.link
-        )
 
     def rehearse(self, batch: int, context: int) -> TrialRun:
         """Run the phase once, without data."""
@@ -464,15 +453,11 @@ def divide_weights(model: PreTrainedModel, gpus: int) -> None:
         axis = AXES.get(style)
         if axis is None or (style == "embedding_rowwise" and text.tie_word_embeddings):
             continue  # the logits read the whole embedding
+        number = re.escape(name).replace(r"\*", r"\d+")
+        pattern = rf"{number}(\.weight|\.bias)?"  # of a parameter, or of a module's
         for path, weight in [*model.named_parameters()]:
-            if matches(name, path) and weight.ndim >= -axis:
+            if re.fullmatch(pattern, path) and weight.ndim >= -axis:
                 divide_weight(model, path, weight, axis if weight.ndim > 1 else -1, gpus)
-
-
-def matches(name: str, path: str) -> bool:
-    """True for a parameter, or one of a module, with this name; * is a number."""
-    pattern = re.escape(name).replace(r"\*", r"\d+")
-    return re.fullmatch(rf"{pattern}(\.weight|\.bias)?", path) is not None
 
 
 def divide_weight(model: torch.nn.Module, path: str, weight: Tensor, axis: int, gpus: int) -> None:
@@ -548,7 +533,7 @@ def explain_model(
             f"explain_model: {type(model).__name__} can't run with context {context}; its config's "
             f"max_position_embeddings is {limit}"
         ) from error
-    notes = (*notes_of(read, answer, limit), *notes_of_link(answer, link), *answer.notes)
+    notes = (*notes_of(read, answer, limit, link), *answer.notes)
     answer = evolve(answer, limit=limit, notes=notes)
     return search_sizes(paper, answer) if search and answer.room is not None else answer
 
@@ -583,7 +568,13 @@ def load_fields(path: Path) -> Any:  # Any: JSON
     try:
         return loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
-        raise GraphError(f"explain_model: config {path} does not exist{meant_by(path)}") from error
+        files = [x.name for x in path.parent.iterdir()] if path.parent.is_dir() else []
+        way_out = ""
+        if near := nearest(path.name, files, {}):
+            way_out = f"; did you mean {path.parent / near}?"
+        elif path.suffix != ".json":  # the name of a model
+            way_out = "; nothing is downloaded: save the model's config.json, and pass its path"
+        raise GraphError(f"explain_model: config {path} does not exist{way_out}") from error
     except OSError as error:
         raise GraphError(
             f"explain_model: config {path} can't be read: {error.strerror}; pass the path of a "
@@ -594,17 +585,6 @@ def load_fields(path: Path) -> Any:  # Any: JSON
             f"explain_model: config {path} is not JSON ({error}); pass the path of a model's "
             "config.json"
         ) from error
-
-
-def meant_by(path: Path) -> str:
-    """The way out for a missing file: the nearest name in its folder, or, for the name of a model,
-    to save its config."""
-    files = [x.name for x in path.parent.iterdir()] if path.parent.is_dir() else []
-    if near := nearest(path.name, files, {}):
-        return f"; did you mean {path.parent / near}?"
-    if path.suffix == ".json":
-        return ""
-    return "; nothing is downloaded: save the model's config.json, and pass its path"
 
 
 def make_model(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -648,21 +628,11 @@ def check_reserve(given: int | str, reserve: int, target: Target) -> None:
         )
 
 
-def notes_of_link(answer: ModelExplanation, link: str | float | None) -> Iterator[str]:
-    """Notes of a link without effect, or of a missing one."""
-    if link is not None and answer.gpus == 1:
-        yield f"link {show(link)} has no effect: one GPU sends no messages"
-    elif link is not None and answer.divide == "heads":
-        yield (
-            f"link {show(link)} has no effect: the messages of divide 'heads', sums over the GPUs "
-            "after attention and after the MLP of each layer, have no price here"
-        )
-    if any(kind.leaves_out_messages for kind in answer.kinds):
-        yield "times are without messages between the GPUs; link names their connection"
-
-
 def notes_of(
-    config: PreTrainedConfig, answer: ModelExplanation, limit: int | None
+    config: PreTrainedConfig,
+    answer: ModelExplanation,
+    limit: int | None,
+    link: str | float | None,
 ) -> Iterator[str]:
     """What to know of the figures."""
     if limit is not None and answer.context > limit:
@@ -674,6 +644,15 @@ def notes_of(
         )
     if any(map(is_untold, answer.kinds)):
         yield "some workspace of cuDNN is known only once its plan is built, and counts 0 here"
+    if link is not None and answer.gpus == 1:
+        yield f"link {show(link)} has no effect: one GPU sends no messages"
+    elif link is not None and answer.divide == "heads":
+        yield (
+            f"link {show(link)} has no effect: the messages of divide 'heads', sums over the GPUs "
+            "after attention and after the MLP of each layer, have no price here"
+        )
+    if any(kind.leaves_out_messages for kind in answer.kinds):
+        yield "times are without messages between the GPUs; link names their connection"
 
 
 def largest_fit(

@@ -45,7 +45,14 @@ def from_xformers(attn_bias: Bias) -> tuple[Mask | None, Tensors]:
     if name not in REACHES:
         known = ", ".join(REACHES)
         raise GraphError(f"from_xformers: {name} is not known; known are {known}, and tensors")
-    reach = read_reach(attn_bias, REACHES[name])
+    align = REACHES[name]
+    if align is None:  # every key
+        reach = Reach(None, None, "top_left")
+    elif hasattr(attn_bias, "window_left"):
+        reach = Reach(attn_bias.window_left, attn_bias.window_right, align)
+    else:  # the keys before a query, all or some
+        window = getattr(attn_bias, "_window_size", 0)
+        reach = Reach(window - 1 if window else None, 0, align)
     if hasattr(attn_bias, "q_seqinfo"):
         return join_blocks(attn_bias, reach)
     bias = {"bias": attn_bias._bias} if hasattr(attn_bias, "_bias") else {}
@@ -73,16 +80,6 @@ REACHES: dict[str, Align | None] = {  # where diagonals begin; None without one
 }
 
 
-def read_reach(bias: Bias, align: Align | None) -> Reach:
-    """A window, or the keys before a query, all or some; without an alignment every key."""
-    if align is None:
-        return Reach(None, None, "top_left")
-    if hasattr(bias, "window_left"):
-        return Reach(bias.window_left, bias.window_right, align)
-    window = getattr(bias, "_window_size", 0)
-    return Reach(window - 1 if window else None, 0, align)
-
-
 def join_blocks(bias: Bias, reach: Reach) -> tuple[Mask, Tensors]:
     """The mask of blocks, each of them seen so far."""
     queries, keys = ([*intervals(info)] for info in (bias.q_seqinfo, bias.k_seqinfo))
@@ -103,21 +100,18 @@ def join_blocks(bias: Bias, reach: Reach) -> tuple[Mask, Tensors]:
         return mask & place_reach(reach, "top_left", *offsets[:1]), tensors
     diagonal = [i + c for c, block in zip(offsets, queries, strict=True) for i in range(*block)]
     tensors["diagonal"] = torch.tensor(diagonal, dtype=torch.int32, device=device)
-    return join_bounds(mask, reach), tensors
+    where = (("diagonal", "i"),)
+    if reach.right is not None:
+        mask &= Formula(f"j <= diagonal + {reach.right}", where)
+    if reach.left is not None:
+        mask &= Formula(f"j >= diagonal - {reach.left}", where)
+    return mask, tensors
 
 
 def place_reach(reach: Reach, align: Align, offset: int = 0) -> Mask:
     """The reach on a diagonal `offset` to the right of the one named by `align`."""
     low = None if reach.left is None else offset - reach.left
     return diagonal_mask(low, None if reach.right is None else offset + reach.right, align)
-
-
-def join_bounds(mask: Mask, reach: Reach) -> Mask:
-    """The mask, and the reach on diagonals given by data."""
-    where = (("diagonal", "i"),)
-    if reach.right is not None:
-        mask &= Formula(f"j <= diagonal + {reach.right}", where)
-    return mask if reach.left is None else mask & Formula(f"j >= diagonal - {reach.left}", where)
 
 
 def intervals(info: Any) -> Iterator[tuple[int, int]]:  # Any: xformers' description of lengths
