@@ -30,7 +30,7 @@ from attn_graph.cli.output import (
     show_json,
     show_text,
 )
-from attn_graph.cli.timings import Bench, Figure, measure_graph
+from attn_graph.cli.timings import Bench, measure_graph
 from attn_graph.errors import refusal_lines
 from attn_graph.instruments.pictures import draw_bars, draw_roofline
 from attn_graph.machine.sizes import format_bytes
@@ -113,8 +113,9 @@ def bench(
     graph = graph_of(file, flags)
     check_memory(graph)
     place = ag.Target.of("cpu") if cpu else ag.Target.here()
-    dtype = graph_dtype(graph)
-    rates = with_rates(place, dtype, peak, bandwidth)
+    dtype = NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
+    peaks = ((dtype, peak),) if peak else place.peaks
+    rates = evolve(place, peaks=peaks, bandwidth=bandwidth or place.bandwidth)
     roofline = rates.peak(dtype) and rates.bandwidth
     if out and plot == "roofline" and not roofline:
         raise click.UsageError(
@@ -142,19 +143,6 @@ def bench(
     exit_no_if(not results.figures)
 
 
-def graph_dtype(graph: ag.Graph) -> str:
-    """The dtype of the first input, by name; f32 without inputs."""
-    return NAMES[graph.inputs[0].spec.dtype] if graph.inputs else "f32"
-
-
-def with_rates(
-    place: ag.Target, dtype: str, peak: float | None, bandwidth: float | None
-) -> ag.Target:
-    """The machine with these rates in place of its own; None leaves its own."""
-    peaks = ((dtype, peak),) if peak else place.peaks
-    return evolve(place, peaks=peaks, bandwidth=bandwidth or place.bandwidth)
-
-
 @contextmanager
 def progress() -> Iterator[Callable[[str], None] | None]:
     """A context with a function to show progress; None without a terminal."""
@@ -169,9 +157,16 @@ def progress() -> Iterator[Callable[[str], None] | None]:
 def bench_screen(results: Bench) -> Iterator[RenderableType]:
     yield Text(str(results.graph))
     yield Text(f"target: {results.target}, {torch.get_num_threads()} threads")
-    if results.figures:
+    rows: list[tuple[str, ...]] = []
+    for each in results.figures:
+        took, rate = format_scaled(each.seconds, "s"), format_scaled(each.rate, "flop/s")
+        achieved = "not known" if each.achieved is None else f"{100 * each.achieved:.3g} %"
+        least = min(x.seconds for x in results.figures if x.pass_ == each.pass_)
+        times = f"{each.seconds / least:.2f}"
+        rows.append((each.backend, each.pass_, took, rate, achieved, times))
+    if rows:
         columns = ("backend", "pass", "time", "rate", "of the roofline", "times the fastest")
-        yield make_table(columns, map(figure_row, results.figures, slower(results)), columns[2:])
+        yield make_table(columns, rows, columns[2:])
     for pass_, begin in (("forward", ""), ("backward", "backward: ")):
         refused = [(x.backend, x.reasons) for x in results.refusals if x.pass_ == pass_]
         yield from (Text(f"{begin}{line}", "yellow") for line in refusal_lines(refused))
@@ -180,19 +175,6 @@ def bench_screen(results: Bench) -> Iterator[RenderableType]:
             "figures are of the runs until then" if results.figures else "nothing was measured yet"
         )
         yield Text(f"interrupted: {until}", "yellow")
-
-
-def slower(results: Bench) -> Iterator[float]:
-    """How many times the fastest of its pass each figure is."""
-    for each in results.figures:
-        yield each.seconds / min(f.seconds for f in results.figures if f.pass_ == each.pass_)
-
-
-def figure_row(figure: Figure, times: float) -> tuple[str, ...]:
-    """A row of the table. times: how many times the fastest of its pass it took."""
-    achieved = "not known" if figure.achieved is None else f"{100 * figure.achieved:.3g} %"
-    took, rate = format_scaled(figure.seconds, "s"), format_scaled(figure.rate, "flop/s")
-    return figure.backend, figure.pass_, took, rate, achieved, f"{times:.2f}"
 
 
 def draw_figures(path: Path, results: Bench, dtype: str, *, bars: bool) -> Callable[[], None]:

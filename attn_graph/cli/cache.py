@@ -167,10 +167,12 @@ def list_(folder: Path | None, plain: bool) -> None:
     if plain:
         show_json({**folder_of(store), "entries": [*map(entry_dict, entries)]})
         return
-    if entries:
-        show_text(
-            make_table(("kind", "size", "used", "what"), map(entry_row, entries), ("size", "used"))
-        )
+    rows: list[tuple[str, ...]] = []
+    for entry in entries:
+        (kind, what), age = describe_entry(entry), format_age(time.time() - entry.used)
+        rows.append((kind, format_bytes(entry.bytes), age, what))
+    if rows:
+        show_text(make_table(("kind", "size", "used", "what"), rows, ("size", "used")))
     total = format_bytes(sum(entry.bytes for entry in entries))
     most = format_bytes(store.most)
     show_text(
@@ -218,11 +220,6 @@ def verify(folder: Path | None, plain: bool) -> None:
 def files_text(files: int) -> str:
     """ "1 file", "2 files"."""
     return f"{files} file{'' if files == 1 else 's'}"
-
-
-def entry_row(entry: Entry) -> tuple[str, str, str, str]:
-    kind, what = describe_entry(entry)
-    return kind, format_bytes(entry.bytes), format_age(time.time() - entry.used), what
 
 
 def format_age(seconds: float) -> str:

@@ -64,22 +64,30 @@ class Surroundings:
     @classmethod
     def here(cls) -> Surroundings:
         target, cpu = ag.Target.here(), ag.Target.of("cpu")
+        linux = sys.platform == "linux"
+        processors = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+        wanted = {name: MODULES[name] for name, _ in target.libraries if name in MODULES}
+        kinds = dict.fromkeys(map(ag.Target.here, local_devices()))
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return cls(
             target,
             cpu,
             platform.python_version(),
             f"{platform.system()} {platform.machine()}",
             f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
-            (torch.get_num_threads(), count_processors()),
-            tuple(list_gpus()),
+            (torch.get_num_threads(), processors),
+            tuple(
+                f"{gpu.name} (sm_{gpu.major}{gpu.minor}), {gpu.total_memory / 2**30:.4g} GiB"
+                for gpu in gpus
+            ),
             torch.version.cuda,
             has_driver(),
             tuple(list_needs()),
-            tuple(name for name, _ in target.libraries if lacks_module(name)),
+            tuple(name for name, module in wanted.items() if find_spec(module) is None),
             compiler(),
             tuple((name, os.environ[name]) for name in VARIABLES if name in os.environ),
             read_switches(),
-            tuple(other_gpus(target)),
+            tuple(kind for kind in kinds if kind.kind == "cuda" and kind != target),
         )
 
     @property
@@ -91,31 +99,12 @@ class Surroundings:
         return [evolve(target, libraries=works) for target in targets]
 
 
-def other_gpus(target: ag.Target) -> Iterator[ag.Target]:
-    """This machine's GPUs of other kinds than the target, each kind once."""
-    for kind in dict.fromkeys(map(ag.Target.here, local_devices())):
-        if kind.kind == "cuda" and kind != target:
-            yield kind
-
-
-def count_processors() -> int:
-    """How many logical processors this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def processor_name() -> str:
     """The CPU's name, by Linux or by Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "unknown")
-
-
-def list_gpus() -> Iterator[str]:
-    """Each GPU's name, compute capability and memory, as text."""
-    for n in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(n)
-        yield f"{gpu.name} (sm_{gpu.major}{gpu.minor}), {gpu.total_memory / 2**30:.4g} GiB"
 
 
 def list_needs() -> Iterator[tuple[str, str]]:
@@ -129,10 +118,6 @@ def list_needs() -> Iterator[tuple[str, str]]:
             need = NEED.match(text)
             if need and need[1] in LIBRARIES:
                 yield who, need[0]
-
-
-def lacks_module(library: str) -> bool:
-    return library in MODULES and find_spec(MODULES[library]) is None
 
 
 @final
@@ -202,18 +187,17 @@ def diagnose(machine: Surroundings, store: ag.extend.Store) -> Diagnosis:
         for backend in ag.extend.BACKENDS
         for target in machine.targets
     ]
-    problems = (*find_problems(machine), *store_problems(state))
+    problems = [*find_problems(machine)]
+    if damaged:
+        problems.append(
+            f"{damaged} of {state.files} stored files are damaged, and are not used; "
+            "attn-graph cache verify says which, attn-graph cache clear deletes all"
+        )
     checks = tuple(
         (describe_check(key.partition(" ")[2]), str(proof)) for key, proof in stored_proofs(store)
     )
     notes = tuple(useful_notes(machine))
-    return Diagnosis(machine, tuple(verdicts), state, checks, problems, notes)
-
-
-def plain_question(target: ag.Target, options: Options) -> Question:
-    """A plain attention of the target's usual dtype."""
-    x = ag.TensorSpec((1, 1, 128, 64), DTYPES["f16" if target.kind == "cuda" else "f32"])
-    return Question.of(Request(ag.attention(x, x, x), target, options))
+    return Diagnosis(machine, tuple(verdicts), state, checks, tuple(problems), notes)
 
 
 def reasons_on_target(
@@ -221,7 +205,9 @@ def reasons_on_target(
 ) -> tuple[ag.extend.Reason, ...]:
     """Every reason against the plainest graph there is: so they are the target's, not a graph's."""
     precision = switches.precision(target.kind)
-    question = plain_question(target, Options(precision=precision, switches=switches))
+    options = Options(precision=precision, switches=switches)
+    x = ag.TensorSpec((1, 1, 128, 64), DTYPES["f16" if target.kind == "cuda" else "f32"])
+    question = Question.of(Request(ag.attention(x, x, x), target, options))
     both = (
         reason
         for read in (Question.forward, Question.backward)
@@ -242,14 +228,6 @@ def find_problems(machine: Surroundings) -> Iterator[str]:
         yield (
             f"{name} {libraries[name]} is installed, and its module {MODULES[name]} is not found; "
             f"pip install --force-reinstall {name}"
-        )
-
-
-def store_problems(state: StoreState) -> Iterator[str]:
-    if state.damaged:
-        yield (
-            f"{state.damaged} of {state.files} stored files are damaged, and are not used; "
-            "attn-graph cache verify says which, attn-graph cache clear deletes all"
         )
 
 

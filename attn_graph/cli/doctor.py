@@ -12,7 +12,7 @@ from rich.text import Text
 
 import attn_graph as ag
 from attn_graph.cli.cache import files_text
-from attn_graph.cli.diagnosis import Diagnosis, Surroundings, Verdict, diagnose
+from attn_graph.cli.diagnosis import Diagnosis, Surroundings, diagnose
 from attn_graph.cli.output import (
     as_json,
     epilog,
@@ -120,15 +120,11 @@ def backends_table(diagnosis: Diagnosis) -> Table:
     for name in own:
         takes = tuple(not v.reasons for v in diagnosis.verdicts if v.target == name)
         columns.setdefault(takes, []).append(name)
-    answers = [[mark(takes) for takes in column] for column in columns]
+    yes, no = Text("yes", "green"), Text("no", "yellow")
+    answers = [[yes if takes else no for takes in column] for column in columns]
     names = [backend.name for backend in ag.extend.BACKENDS]
     headers = [", ".join(together) for together in columns.values()]
     return make_table(("", *headers), [(n, *row) for n, *row in zip(names, *answers, strict=True)])
-
-
-def mark(takes: bool) -> Text:
-    """Yes or no, in colour."""
-    return Text("yes", "green") if takes else Text("no", "yellow")
 
 
 def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -136,20 +132,14 @@ def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     targets_of: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     full = {target.name: str(target) for target in diagnosis.machine.targets}
     for verdict in diagnosis.verdicts:
-        if verdict.reasons:
-            targets_of.setdefault((verdict.backend, reasons_of_any_gpu(verdict, full)), []).append(
-                verdict.target
-            )
+        reasons = verdict.reasons
+        if verdict.target != "cpu":  # equal for all GPUs, without a name
+            reasons = tuple(why.replace(full[verdict.target], A_GPU) for why in reasons)
+        if reasons:
+            targets_of.setdefault((verdict.backend, reasons), []).append(verdict.target)
     for (backend, reasons), targets in targets_of.items():
         yield Text(f"{backend} on {', '.join(targets)} can't:")
         yield from (Padding(item(why), (0, 0, 0, 2), expand=False) for why in reasons)
-
-
-def reasons_of_any_gpu(verdict: Verdict, full: dict[str, str]) -> tuple[str, ...]:
-    """The reasons, with "a GPU" for the name of any GPU, so that they are equal for all."""
-    if verdict.target == "cpu":
-        return verdict.reasons
-    return tuple(why.replace(full[verdict.target], A_GPU) for why in verdict.reasons)
 
 
 def plan_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:

@@ -98,13 +98,8 @@ def explain_command(
     if plain:
         show_json([each.to_dict() for each in explanations])
     else:
-        show_text(Text("\n\n").join(map(style_text, explanations)), wraps=False)
+        text = Text("\n\n".join(map(str, explanations)))
+        for pattern, style in STYLES.items():
+            text.highlight_regex(re.compile(pattern, re.MULTILINE), style)
+        show_text(text, wraps=False)
     exit_no_if(any(each.backend is None for each in explanations))
-
-
-def style_text(explanation: ag.types.Explanation) -> Text:
-    """The text of an explanation, in colours."""
-    text = Text(str(explanation))
-    for pattern, style in STYLES.items():
-        text.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-    return text

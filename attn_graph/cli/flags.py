@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from operator import and_
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -298,23 +299,18 @@ def data_of(mask: Mask | None, flags: Flags, specs: Specs) -> dict[str, ag.Tenso
 
 def mask_of(flags: Flags, text: str | None = None) -> Mask | None:
     """The mask of all flags and a text, joined with &; None without any."""
-    parts = [*conjuncts_of(flags, text if text is not None else flags.get("mask"))]
-    return reduce(lambda one, other: one & other, parts) if parts else None
-
-
-def conjuncts_of(flags: Flags, text: str | None) -> Iterator[Mask]:
-    """The masks of flags and of a text, to be joined by &."""
+    text = text if text is not None else flags.get("mask")
     bands: list[Mask] = [ag.Causal()] if flags["causal"] else []
     bands += [ag.Window(*flags["window"])] if flags["window"] else []
-    band = reduce(lambda one, other: one & other, bands) if bands else None
+    band = reduce(and_, bands) if bands else None
     if flags["prefix"] is not None:
         prefix = ag.Prefix(flags["prefix"])
         band = prefix if band is None else band | prefix
-    if band is not None:
-        yield band
+    parts = [] if band is None else [band]
     if text is not None:
-        yield parse_mask(text)
+        parts.append(parse_mask(text))
     if blocks := flags.get("blocks"):
-        yield ag.KeepBlocks(blocks[0], blocks[-1])
+        parts.append(ag.KeepBlocks(blocks[0], blocks[-1]))
     leaves = {"lengths": ag.KeyLengths, "q_lengths": ag.QueryLengths, "segments": ag.SameSegment}
-    yield from (leaf() for name, leaf in leaves.items() if flags[name])
+    parts += [leaf() for name, leaf in leaves.items() if flags[name]]
+    return reduce(and_, parts) if parts else None

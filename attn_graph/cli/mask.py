@@ -61,30 +61,15 @@ def mask(
     rows, columns = ((block or (128,)) * 2)[:2]
     tile = (rows, columns) if block else None  # of a picture
     tiles = ag.tiles(whole, queries, keys, block=(rows, columns))
+    share = (tiles.mixed + tiles.full) / tiles.total if tiles.total else 0.0
     if out is not None:
         draw_to(out, lambda: draw_mask(out, whole, queries, keys, tile=tile))
     if plain:
-        show_json(mask_dict(whole, queries, keys, tiles))
+        content = {"mask": None if whole is None else str(whole), "queries": queries, "keys": keys}
+        numbers = asdict(tiles) | {"total": tiles.total}
+        show_json(content | {"tiles": numbers, "computed": share})
         return
     if out is None:
         show_text(picture(whole, queries, keys, tile=tile), wraps=False)
-    share = f"; {100 * computed_share(tiles):.3g} % to compute"
-    show_text(f"{'no mask' if whole is None else whole}: {tiles}{share}", wraps=False)
-
-
-def computed_share(tiles: ag.types.Tiles) -> float:
-    """The computed share of the score matrix."""
-    return (tiles.mixed + tiles.full) / tiles.total if tiles.total else 0.0
-
-
-def mask_dict(
-    mask: ag.Mask | None, queries: int, keys: int, tiles: ag.types.Tiles
-) -> dict[str, Any]:  # Any: JSON
-    """A mask and its tiles as --json shows them."""
-    return {
-        "mask": None if mask is None else str(mask),
-        "queries": queries,
-        "keys": keys,
-        "tiles": asdict(tiles) | {"total": tiles.total},
-        "computed": computed_share(tiles),
-    }
+    text = f"{tiles}; {100 * share:.3g} % to compute"
+    show_text(f"{'no mask' if whole is None else whole}: {text}", wraps=False)

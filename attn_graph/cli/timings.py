@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -121,7 +122,7 @@ def measure_graph(
             plan = ag.compile(graph, target=target, backends=(name,), deterministic=deterministic)
             tensors = examples(plan.graph, device)
             costs = costs or count_costs(plan, rates or target, tensors)
-            jobs[name, pass_] = forward_job(plan, tensors)
+            jobs[name, pass_] = partial(plan, *tensors)
             pass_ = "backward"
             if backward and plan.graph.has_gradient and plan.training_vjp:
                 jobs[name, pass_] = backward_job(plan, tensors)
@@ -155,11 +156,6 @@ def count_costs(plan: Plan, rates: ag.Target, tensors: Tensors) -> ag.types.Cost
     read = {name for eqn in graph.eqns for name, _ in mask_sources(graph, eqn).values()}
     data = {i.name: x for i, x in zip(graph.inputs, tensors, strict=True) if i.name in read}
     return cost(graph, rates, data)
-
-
-def forward_job(plan: Plan, tensors: Tensors) -> Job:
-    """A call of a plan."""
-    return lambda: plan(*tensors)
 
 
 def backward_job(plan: Plan, tensors: Tensors) -> Job:
