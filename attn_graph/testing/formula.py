@@ -174,20 +174,16 @@ def alibi_penalty(op: Alibi, s: Tensor, at: Places) -> Tensor:
     return slopes * (at.aligned_rows(op.align, ragged) - at.axis("j")).abs().to(s.dtype)
 
 
-def table_columns(op: RelativeBias, at: Places) -> Tensor:
-    """The column of the table read at each place, [B|1,1,M,N]."""
+def read_table(op: RelativeBias, table: Tensor, at: Places) -> Tensor:
+    """table [H|1, entries] at the column of each place, [B|1,H|1,M,N]."""
     if op.places:
         column = at.data["places"]
     else:
         ragged = op.ragged if op.align == "bottom_right" else ()
         column = at.axis("j") - at.aligned_rows(op.align, ragged) + op.entries // 2
     everywhere = torch.zeros(1, 1, *at.sizes[2:], dtype=torch.int64)
-    return everywhere + column.clamp(0, op.entries - 1)
-
-
-def read_table(op: RelativeBias, table: Tensor, at: Places) -> Tensor:
-    """table [H|1, entries] at the column of each place, [B|1,H|1,M,N]."""
-    return table.expand(-1, op.entries)[:, table_columns(op, at)[:, 0]].transpose(0, 1)
+    columns = (everywhere + column.clamp(0, op.entries - 1))[:, 0]
+    return table.expand(-1, op.entries)[:, columns].transpose(0, 1)
 
 
 STEPS: dict[type[Modifier], Callable[[Any, Tensor, Places], Tensor]] = {

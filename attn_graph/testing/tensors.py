@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,7 +103,12 @@ def lay_out(
     plain = dense_strides(spec.shape)
     strides = [odd if empty or n == 1 else s for n, s in zip(spec.shape, spec.strides, strict=True)]
     where = spec.shape, plain if empty and odd < 3 else strides, start
-    tensor = fill_gaps(storage, *where).to(device).as_strided(*where)
+    if storage.is_floating_point():  # NaN in its gaps, and in three more elements
+        gaps = torch.ones(len(storage) + 3, dtype=torch.bool)
+        gaps[torch.arange(len(storage)).as_strided(*where)] = False
+        wide = torch.cat([storage, storage.new_zeros(3)]).double()  # PyTorch fills no float8
+        storage = wide.masked_fill_(gaps, torch.nan).to(storage.dtype)
+    tensor = storage.to(device).as_strided(*where)
     assert TensorSpec.like(tensor) == spec
     return tensor
 
@@ -124,18 +129,6 @@ def lay_anyhow(x: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     room = torch.full(rooms, torch.nan if x.is_floating_point() else BETWEEN).to(x.dtype)
     cut = room[tuple(slice(None, None, step) for step in steps[: x.ndim])]
     return cut.copy_(narrow).expand(x.shape)
-
-
-def fill_gaps(
-    storage: torch.Tensor, shape: Sequence[int], strides: Sequence[int], start: int
-) -> torch.Tensor:
-    """The storage of a floating tensor, plus three elements, with NaN in its gaps."""
-    if not storage.is_floating_point():
-        return storage
-    gaps = torch.ones(len(storage) + 3, dtype=torch.bool)
-    gaps[torch.arange(len(storage)).as_strided(shape, strides, start)] = False
-    wide = torch.cat([storage, storage.new_zeros(3)]).double()  # PyTorch fills no float8
-    return wide.masked_fill_(gaps, torch.nan).to(storage.dtype)
 
 
 def cotangents_for(
