@@ -441,9 +441,10 @@ class Plan:
         of a gradient through lse. sizes: as in `at`.
         """
         require_imports()
-        from attn_graph.plan.memory import step_memory
+        from attn_graph.plan.memory import sum_needs
 
-        return step_memory(self.at(**sizes))
+        plan = self.at(**sizes)
+        return sum_needs(plan, plan.training_vjp if plan.graph.has_gradient else None)
 
     def cost(self, /, **tensors: torch.Tensor | int) -> Cost:
         """Flops and bytes left by the masks, and the least time on the target.

@@ -11,11 +11,6 @@ if TYPE_CHECKING:
     from attn_graph.plan import Plan
 
 
-def step_memory(plan: Plan) -> Memory:
-    """`Plan.memory` for sizes as numbers."""
-    return sum_needs(plan, plan.training_vjp if plan.graph.has_gradient else None)
-
-
 def sum_needs(plan: Plan, gradient: Plan | None) -> Memory:
     """The memory of a plan's pass and of the gradient."""
     ahead = plan.executable.foreseen

@@ -16,9 +16,11 @@ def sum_memory(
 ) -> Memory:
     """The memory of a graph, by its passes' needs; a backward without a backend needs none."""
     both = {"forward": ahead} | ({"backward": behind} if behind else {})
+    fused = {i for eqn, outs in graph.numbered if eqn.op.forward for i in outs}
+    kept = {*residuals(graph), *(fused & {*graph.outputs})}  # from forward to backward
     return Memory(
         outputs=sum(value_bytes(graph, i) for i in graph.outputs),
-        saved=sum(value_bytes(graph, i) for i in saved_values(graph)),
+        saved=sum(value_bytes(graph, i) for i in kept),
         workspace_forward=ahead.workspace or 0,
         workspace_backward=(behind.workspace or 0) if behind else 0,
         temporary_forward=ahead.temporary,
@@ -36,12 +38,3 @@ def sum_memory(
 def value_bytes(graph: Graph, i: int) -> int:
     """The memory of a value, with the gaps of a declared layout."""
     return result_spec(graph, i).bytes if graph.layouts else graph.types[i].bytes
-
-
-def saved_values(graph: Graph) -> set[int]:
-    """The attentions' results that stay alive between forward and backward.
-
-    The backward reads them, or the graph returns them.
-    """
-    fused = {i for eqn, outs in graph.numbered if eqn.op.forward for i in outs}
-    return {*residuals(graph), *(fused & {*graph.outputs})}

@@ -111,12 +111,16 @@ def refuse_inference(rooms: Tensors) -> None:
 
 def require_rooms(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
     """Raise PlanMismatchError unless rooms are as the results. They are remembered."""
-    looks: list[object] = [*plan.sizes_of(tensors).values(), *map(look_at, rooms)]
+    graph, sizes = plan.graph, plan.sizes_of(tensors)
+    looks: list[object] = [*sizes.values(), *map(look_at, rooms)]
     if looks == plan.memo.rooms and not any(map(is_distributed, rooms)):
         return
-    specs = room_specs(plan, rooms, tensors)
-    named = dict(zip(specs, rooms, strict=True))
-    first = {i.name: i.spec for i in plan.graph.inputs[:1]}
+    due = [spec.bind(sizes) for spec in output_specs(graph)]
+    if graph.is_gradient:  # gradients may lie in any way
+        due = [as_it_lies(*pair) for pair in zip(due, rooms, strict=True)]
+    names = [f"{ROOM}{name}" for name in output_names(graph)]
+    specs, named = dict(zip(names, due, strict=True)), dict(zip(names, rooms, strict=True))
+    first = {i.name: i.spec for i in graph.inputs[:1]}
     given = dict(zip(first, tensors, strict=False))
     beside = {name: TensorSpec.like(x) for name, x in given.items()}
     require_as_declared(given | named, beside | specs, plan.target)
@@ -129,17 +133,6 @@ def require_rooms(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:
     if texts:
         raise PlanMismatchError(*texts, way_out="")
     plan.memo.rooms = looks
-
-
-def room_specs(plan: Plan, rooms: Tensors, tensors: Tensors) -> dict[str, TensorSpec]:
-    """The specs of the results, by the names of their tensors in messages. Gradients may lie in any
-    way."""
-    graph, sizes = plan.graph, plan.sizes_of(tensors)
-    names = (f"{ROOM}{name}" for name in output_names(graph))
-    due = [spec.bind(sizes) for spec in output_specs(graph)]
-    if graph.is_gradient:
-        due = [as_it_lies(*pair) for pair in zip(due, rooms, strict=True)]
-    return dict(zip(names, due, strict=True))
 
 
 def require_apart(plan: Plan, rooms: Tensors, tensors: Tensors) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from attrs import define, field
 
 from attn_graph.ir import ops
 from attn_graph.ir.graph import Graph, Input, op_name
-from attn_graph.masks import Mask
 from attn_graph.masks.joins import leaf_classes
 
 MANY = 64  # plans of one kind before the hint is logged
@@ -45,7 +44,11 @@ class Builds:
         """The inputs varying among these graphs, and the way to plan once."""
         columns = zip(*(graph.inputs for graph in self.last), strict=True)
         varying = [text for inputs in columns for text in describe_variation(inputs)]
-        what = ", ".join(varying or list_varying_ops(self.last)) or "an option"
+        if not varying:
+            steps = zip(*(graph.eqns for graph in self.last), strict=True)
+            own = (eqns[0].op for eqns in steps if len({eqn.op for eqn in eqns}) > 1)
+            varying = [f"the numbers of {op_name(type(op))}" for op in own]
+        what = ", ".join(varying) or "an option"
         took = f"{self.count} plans were built in {self.seconds:.1f} s"
         return f"{took} that differ only in {what}. {WAY_OUT}"
 
@@ -90,14 +93,9 @@ def skeleton_of(graph: Graph) -> Kind:
     """A key shared by graphs that differ only in lengths and batches and in the consequences of
     these. A growing cache of plans has one skeleton."""
     heads = graph.inputs[0].spec.shape[1::2] if graph.inputs else ()
-    return *kind_of(graph), heads, tuple([kind for mask in masks_in(graph) for kind in mask])
-
-
-def masks_in(graph: Graph) -> Iterator[tuple[type[Mask], ...]]:
-    for eqn in graph.eqns:
-        node = eqn.op if isinstance(eqn.op, ops.Mask) else eqn.op.attention
-        if node is not None and node.mask is not None:
-            yield tuple(leaf_classes(node.mask))
+    nodes = [eqn.op if isinstance(eqn.op, ops.Mask) else eqn.op.attention for eqn in graph.eqns]
+    masks = [node.mask for node in nodes if node is not None and node.mask is not None]
+    return *kind_of(graph), heads, tuple([kind for mask in masks for kind in leaf_classes(mask)])
 
 
 def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
@@ -108,9 +106,3 @@ def describe_variation(inputs: Sequence[Input]) -> Iterator[str]:
         yield f"{inputs[0].name} [{text}]"
     elif len({i.spec.strides for i in inputs}) > 1:
         yield f"the strides of {inputs[0].name}"
-
-
-def list_varying_ops(graphs: Iterable[Graph]) -> list[str]:
-    columns = zip(*(graph.eqns for graph in graphs), strict=True)
-    varying = (eqns[0].op for eqns in columns if len({eqn.op for eqn in eqns}) > 1)
-    return [f"the numbers of {op_name(type(op))}" for op in varying]

@@ -78,8 +78,11 @@ class Registry:
         known: Workspace = self.things.setdefault((WORKSPACE, number), made)
         return known
 
-    def store(self, folder: str) -> Store:
-        """The store of a folder. Raises GraphError if this process has not used the folder."""
+    def store(self, folder: str | bool) -> Store | None:
+        """The store of a folder; True is the default one, False none. Raises GraphError if this
+        process has not used the folder."""
+        if isinstance(folder, bool):
+            return default_store() if folder else None
         if folder not in self.stores:
             raise GraphError(
                 f"the text names the store {folder!r}, which this process has not used; say "
@@ -131,7 +134,7 @@ class PlanContent:
         own = own_by_name(self.own)
         options = Options(
             workspace=OWN.workspace(self.workspace),
-            store=restore_store(self.store),
+            store=OWN.store(self.store),
             switches=Switches(*self.switches),
             **{x.name: getattr(self, x.name) for x in PLAIN},
         )
@@ -337,10 +340,3 @@ def name_store(store: Store | None) -> str | bool:
         return store is not None
     OWN.stores[str(store.folder)] = store
     return str(store.folder)
-
-
-def restore_store(store: str | bool) -> Store | None:
-    """The store of a text. Raises GraphError if this process has not used the folder."""
-    if isinstance(store, bool):
-        return default_store() if store else None
-    return OWN.store(store)

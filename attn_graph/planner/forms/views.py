@@ -176,16 +176,8 @@ def peel(graph: Graph) -> Peeled | None:
 
 
 def peel_views(facts: Facts) -> Peeled | None:
-    graph = facts.graph
-    parts = split_equations(graph)
-    ahead, core, behind = (tuple(x) for x in parts)
-    if any(eqn.op.attention for eqn, _ in behind) or not core:
-        return None
-    return assemble(graph, ahead, core, behind)
-
-
-def split_equations(graph: Graph) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
     """The equations that view inputs, the core, and the equations that read its results."""
+    graph = facts.graph
     ahead: list[Numbered] = []
     core: list[Numbered] = []
     behind: list[Numbered] = []
@@ -199,7 +191,9 @@ def split_equations(graph: Graph) -> tuple[list[Numbered], list[Numbered], list[
             late |= {*outs}
         else:
             core.append((eqn, outs))
-    return ahead, core, behind
+    if any(eqn.op.attention for eqn, _ in behind) or not core:
+        return None
+    return assemble(graph, tuple(ahead), tuple(core), tuple(behind))
 
 
 def assemble(
