@@ -270,17 +270,12 @@ def write_rows(
     if pool.dtype in QUANTISED:
         own = scale
         if isinstance(scale, Tensor) and scale.ndim:  # not one number for all rows
-            own = scales_at(scale, pool, *cells)
+            blocks = map(neighbours, pool.shape[:2], scale.shape)
+            own = scale[tuple(at // n for at, n in zip(cells, blocks, strict=True))]
+            own = spread(own, (len(x), *pool.shape[2:]))
         x = to_eight(x.to(accumulator(x.dtype)) / own, pool.dtype).view(torch.uint8)
         pool = pool.view(torch.uint8)  # PyTorch has no index_put of float8
     pool.index_put_(cells, x.to(pool.dtype))
-
-
-def scales_at(scale: Tensor, pool: Tensor, page: Tensor, line: Tensor) -> Tensor:
-    """The scales of rows of a pool, [T,G,D] or with axes of 1."""
-    blocks = map(neighbours, pool.shape[:2], scale.shape)
-    own = scale[tuple(x // n for x, n in zip((page, line), blocks, strict=True))]
-    return spread(own, (len(page), *pool.shape[2:]))
 
 
 def flat_rows(x: Tensor, kept: Tensor | None) -> Tensor:

@@ -80,14 +80,6 @@ class Mapped:
         each = x.shape[0] // self.size if self.size else self.batch
         return x.reshape(self.size, each, *x.shape[1:])
 
-    def slices(self) -> list[list[Tensor]]:
-        """The tensors of each call; without any call, zeros for one, which gives the shapes."""
-        pairs = [*zip(self.tensors, self.dims, strict=True)]
-        if not self.size:
-            shapes = zip(pairs, self.shapes, strict=True)
-            return [[t if d is None else t.new_zeros(shape) for (t, d), shape in shapes]]
-        return [[t if d is None else t.select(d, i) for t, d in pairs] for i in range(self.size)]
-
 
 def map_call(
     op: Op,
@@ -100,7 +92,12 @@ def map_call(
     if is_foldable(content) and mapped.folds(needs):
         results = op(mapped.folded(), *more)
         return [mapped.unfold(x) for x in results], [0] * len(results)
-    every = [op(tensors, *more) for tensors in mapped.slices()]
+    pairs, size = [*zip(mapped.tensors, mapped.dims, strict=True)], mapped.size
+    calls = [[t if d is None else t.select(d, i) for t, d in pairs] for i in range(size)]
+    if not size:  # zeros for one call, which gives the shapes
+        shapes = zip(pairs, mapped.shapes, strict=True)
+        calls = [[t if d is None else t.new_zeros(shape) for (t, d), shape in shapes]]
+    every = [op(tensors, *more) for tensors in calls]
     stacked = [torch.stack(each)[: mapped.size] for each in zip(*every, strict=True)]
     return stacked, [0] * len(stacked)
 

@@ -201,14 +201,11 @@ def content_of_call(names: tuple[str, ...], *options: object) -> str:
     from attn_graph.planner.forms.content import write_call
 
     given = named_options(options)
-    return write_call(names, given | {n: number_of(given[n]) for n in NUMBERS})
+    numbers = {n: None if given[n] is None else float.fromhex(given[n]) for n in NUMBERS}
+    return write_call(names, given | numbers)
 
 
 content_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result
-
-
-def number_of(text: object) -> float | None:
-    return None if text is None else float.fromhex(str(text))
 
 
 def attend_as(
@@ -354,20 +351,21 @@ def make_graph(
 
 
 def require_tensors(tensors: Named) -> None:
-    problems = [
-        (name, tensor_problem(t, tensors.get(SCALED.get(name, "")))) for name, t in tensors.items()
-    ]
-    if texts := [f"attention: {name} {problem}" for name, problem in problems if problem]:
+    """Raise TensorError for all that attention can't read: it takes strided tensors."""
+    texts: list[str] = []
+    for name, t in tensors.items():
+        if isinstance(t, Tensor):
+            problem = layout_problem(t)
+        else:
+            problem = not_a_tensor(t, tensors.get(SCALED.get(name, "")))
+        if problem:
+            texts.append(f"attention: {name} {problem}")
+    if texts:
         raise TensorError(*texts)
 
 
-def tensor_problem(t: object, scaled: object = None) -> str:
-    """Why attention can't read this; "" for a strided tensor. scaled: the tensor of a scale."""
-    return layout_problem(t) if isinstance(t, Tensor) else not_a_tensor(t, scaled)
-
-
 def not_a_tensor(x: object, scaled: object = None) -> str:
-    """That a value is not a tensor, and what to pass in its place. scaled: as above."""
+    """That a value is not a tensor, and what to pass in its place. scaled: the one of a scale."""
     way_out = ""
     kind = type(x).__name__
     if isinstance(x, int | float) and isinstance(scaled, Tensor):

@@ -43,25 +43,18 @@ def follow_checkpoint(mode: TorchFunctionMode, dropout: float) -> None:
     Raises TensorError for dropout in a reentrant one: it recomputes without the mode, and PyTorch
     would drop other places than the forward did.
     """
-    frame = surrounding_checkpoint()
-    if frame is not None and not isinstance(frame.recompute_fn, Recomputation):
-        frame.recompute_fn = Recomputation(frame.recompute_fn, mode)
+    hooks = _top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__qualname__", "") == PACK:  # a checkpoint's
+        pack = hooks[0]
+        cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+        frame: Recomputable = cells["frame"].cell_contents
+        if not isinstance(frame.recompute_fn, Recomputation):
+            frame.recompute_fn = Recomputation(frame.recompute_fn, mode)
     if dropout and not torch.is_grad_enabled() and is_reentrant():
         raise TensorError(
             f"attention: dropout_p {dropout} in a checkpoint with use_reentrant=True would drop "
             "other places when it is recomputed; pass use_reentrant=False"
         )
-
-
-def surrounding_checkpoint() -> Recomputable | None:
-    """The checkpoint whose hooks pack the tensors saved by autograd now."""
-    hooks = _top_saved_tensors_default_hooks(True)
-    if hooks is None or getattr(hooks[0], "__qualname__", "") != PACK:
-        return None
-    pack = hooks[0]
-    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
-    frame: Recomputable = cells["frame"].cell_contents
-    return frame
 
 
 def is_reentrant() -> bool:

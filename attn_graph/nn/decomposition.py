@@ -78,17 +78,13 @@ def leaving_problems(graph: Graph) -> Iterator[str]:
             f"attention with dropout {SHOULD}: its draws are this library's; "
             "call model.eval() before the export"
         )
-    if any(map(reads_sequences, (eqn.op for eqn in graph.eqns))):
+    ops_ = [eqn.op for eqn in graph.eqns]
+    packs = any(op.packed and (op.packed.sides or op.packed.paged) for op in ops_)
+    if packs or any(op.moves_rows or isinstance(op, Unpage) for op in ops_):
         yield (
             f"attention of packed rows or pages {SHOULD}: its sequences are read on the host; "
             "pad the rows, and pass kv_lengths="
         )
-
-
-def reads_sequences(op: Op) -> bool:
-    packed = op.packed
-    within = packed is not None and bool(packed.sides or packed.paged)
-    return within or op.moves_rows or isinstance(op, Unpage)
 
 
 def compute(graph: Graph, tensors: list[Tensor], saves: bool) -> list[Tensor]:
@@ -96,14 +92,12 @@ def compute(graph: Graph, tensors: list[Tensor], saves: bool) -> list[Tensor]:
     values = tensors
     for eqn in graph.eqns:
         operands = [values[i] for i in eqn.args]
-        values += run_lean(eqn.op, operands)
+        if isinstance(eqn.op, Attention):  # by its steps, without what has no effect there
+            values += eqn.op.unfold(Walk().run, operands)
+        else:
+            values += eqn.op.run(*operands)
     more = [i for i in residuals(graph) if i not in graph.outputs] if saves else []
     return [values[i] for i in (*graph.outputs, *more)]
-
-
-def run_lean(op: Op, operands: Tensors) -> tuple[Tensor, ...]:
-    """The results of an op; of an attention by its steps, without what has no effect there."""
-    return op.unfold(Walk().run, operands) if isinstance(op, Attention) else op.run(*operands)
 
 
 def absent_keys(mask: Mask, at: Place) -> Tensor | None:

@@ -31,12 +31,11 @@ from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import flop_formulas, has_tangent, is_traced
 from attn_graph.machine.autograd import run_each, select_moving, split_tangents
 from attn_graph.machine.likeness import NESTED, OWN_CLASSES
-from attn_graph.machine.target import Target, default_target
+from attn_graph.machine.target import default_target
 from attn_graph.machine.torch_switches import switches_that_count
 from attn_graph.nn.calls import OPTIONS, make_graph, new_plan
 from attn_graph.nn.packed_sizes import serves_sizes
 from attn_graph.nn.results import (
-    is_plan,
     require_count,
     restore_graph,
     results_of,
@@ -46,7 +45,7 @@ from attn_graph.nn.results import (
 from attn_graph.nn.tracing import register_masks
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key, cache
-from attn_graph.planner.forms.content import CallContent, PlanContent, read_content
+from attn_graph.planner.forms.content import CallContent, read_content
 from attn_graph.planner.forms.content import introduce as introduce
 from attn_graph.rings import find, load
 from attn_graph.spec import (
@@ -103,16 +102,13 @@ def plan_anew(tensors: Tensors, text: str) -> Plan:
         plan = new_plan(q, k, v, named, tuple(options[name] for name in OPTIONS))
     else:
         here = default_target(tensors[0].device if tensors else None)
-        require_target(content, here)
+        if content.target != here.name:
+            raise PlanTargetError(
+                f"the plan is for {content.target}, but the tensors are on {here}"
+            )
         graph, choice, among = content.restore()
         plan = find("plan_simplified")(Request(graph, here, choice, among))
     return plan
-
-
-def require_target(content: PlanContent, here: Target) -> None:
-    """Raise PlanTargetError unless the plan is for this machine."""
-    if content.target != here.name:
-        raise PlanTargetError(f"the plan is for {content.target}, but the tensors are on {here}")
 
 
 # The computation
@@ -177,7 +173,9 @@ def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Ten
     content, results = read_content(text), results_of(text)
     let_inductor_call()
     require_count(text, len(tensors))
-    require_one_device(tensors)
+    devices = dict.fromkeys(str(t.device) for t in tensors)
+    if len(devices) > 1:
+        raise PlanMismatchError(f"expected tensors on one device, got {', '.join(devices)}")
     if isinstance(content, CallContent):
         every = [*fake_results(content, results.names, tensors)]
     else:
@@ -203,7 +201,11 @@ def let_inductor_call() -> None:
 
 def fake_results(content: CallContent, names: Sequence[str], tensors: Tensors) -> Iterator[Tensor]:
     """Each as declared, or o in the memory order of q and the others in C order."""
-    require_fit(content, tensors)
+    # Raises GraphError for tensors that make no sense together, by example sizes of symbols.
+    specs = {name: example_spec(x) for name, x in zip(content.inputs, tensors, strict=True)}
+    known = {name: spec for name, spec in specs.items() if spec is not None}
+    if len(known) == len(specs):
+        make_graph(known, content.restore())
     q, declared = tensors[0], dict(content.outputs or ())
     wide = stands_in(q.dtype)
     rows = (q.shape[1], q.shape[0]) if "q_starts" in content.names else q.shape[:3]
@@ -221,12 +223,6 @@ def fake_results(content: CallContent, names: Sequence[str], tensors: Tensors) -
             yield q.new_empty(shape, dtype=dtype)
 
 
-def require_one_device(tensors: Tensors) -> None:
-    devices = dict.fromkeys(str(t.device) for t in tensors)
-    if len(devices) > 1:
-        raise PlanMismatchError(f"expected tensors on one device, got {', '.join(devices)}")
-
-
 def require_specs(graph: Graph, tensors: Tensors) -> None:
     """Raise PlanMismatchError for tensors that differ from the graph's inputs."""
     differences = [
@@ -237,15 +233,6 @@ def require_specs(graph: Graph, tensors: Tensors) -> None:
     ]
     if differences:
         raise PlanMismatchError(*differences)
-
-
-def require_fit(content: CallContent, tensors: Tensors) -> None:
-    """Raise GraphError for tensors that make no sense together, by example sizes of symbols."""
-    names = content.inputs
-    specs = [example_spec(t) for t in tensors]
-    known = {name: spec for name, spec in zip(names, specs, strict=True) if spec is not None}
-    if len(known) == len(names):
-        make_graph(known, content.restore())
 
 
 def example_spec(t: Tensor) -> TensorSpec | None:
@@ -304,7 +291,8 @@ class OpCall(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = grads[: ctx.count]  # o and lse after these move with the gradients that read them
-        fixed = restore_graph(ctx.text).carried if is_plan(ctx.text) else ()
+        graph = results_of(ctx.text).graph
+        fixed = graph.carried if graph else ()
         needs = [need and n not in fixed for n, need in enumerate(ctx.needs_input_grad[2:])]
         tensors = [*ctx.saved_tensors, *(g for g in used if g is not None)]
         gradients = OP_BACKWARD(tensors, ctx.text, needs, [g is not None for g in used])
@@ -436,24 +424,18 @@ def batch_op(
     *more: object,
 ) -> tuple[list[Tensor], list[int]]:
     """An operator's results under vmap, and the mapped axis of each. more: its other arguments."""
-    batching = load("nn.batching")
-    mapped = batching.Mapped(size, tensors, dims, names_of_call(text))
-    mapped_call: tuple[list[Tensor], list[int]] = batching.map_call(
-        op, read_content(text), mapped, needs, text, *more
-    )
-    return mapped_call
+    batching, content = load("nn.batching"), read_content(text)
+    names = content.inputs if isinstance(content, CallContent) else ()  # a plan is not folded
+    mapped = batching.Mapped(size, tensors, dims, names)
+    results: tuple[list[Tensor], list[int]]
+    results = batching.map_call(op, content, mapped, needs, text, *more)
+    return results
 
 
 def map_older(name: str, tensors: Tensors, *more: Any) -> list[Tensor | None]:  # Any: of the op
     """An operator under PyTorch's older vmap."""
     op = getattr(getattr(torch.ops, NAME), name)
     return run_each(lambda each: op(each, *more), tensors)
-
-
-def names_of_call(text: str) -> tuple[str, ...]:
-    """The tensors of a call; none for a plan, since it is not folded."""
-    content = read_content(text)
-    return content.inputs if isinstance(content, CallContent) else ()
 
 
 # Counting

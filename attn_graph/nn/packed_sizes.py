@@ -59,7 +59,14 @@ def name_sizes(specs: Specs, caches: bool = False) -> Specs:
     if sizes is None:
         return specs
     dims = {letter: Dim(letter, largest_size(letter, n)) for letter, n in sizes.items()}
-    return {name: name_spec(name, x, letters[name], dims, sizes) for name, x in specs.items()}
+    named: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        shape = [
+            n if letter == "-" else dims[letter] + (name in STARTS)
+            for letter, n in zip(letters[name], spec.shape, strict=True)
+        ]
+        named[name] = generalise(TensorSpec(shape, spec.dtype), spec, sizes)
+    return named
 
 
 def reads_cache(specs: Specs) -> bool:
@@ -102,16 +109,6 @@ def agree_on_sizes(specs: Specs, letters: Letters) -> dict[str, int] | None:
     sizes = dict(pairs)
     agree = all(sizes[letter] == n >= 0 for letter, n in pairs)
     return sizes if agree else None
-
-
-def name_spec(
-    name: str, spec: TensorSpec, letters: str, dims: Mapping[str, Dim], sizes: Mapping[str, int]
-) -> TensorSpec:
-    shape = [
-        n if letter == "-" else dims[letter] + (name in STARTS)
-        for letter, n in zip(letters, spec.shape, strict=True)
-    ]
-    return generalise(TensorSpec(shape, spec.dtype), spec, sizes)
 
 
 def serves_sizes(plan: Plan, tensors: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from attn_graph.ir.layouts import Plain
 from attn_graph.ir.storage.scaling import O_SCALE
 from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.machine.cache import remember
-from attn_graph.planner.forms.content import CallContent, PlanContent, read_content
+from attn_graph.planner.forms.content import CallContent, read_content
 from attn_graph.spec import (
     DTYPES,
     TensorSpec,
@@ -79,30 +79,22 @@ class Results:
     names: tuple[str, ...] = ()
     graph: Graph | None = None
 
-    @classmethod
-    def of_graph(cls, graph: Graph) -> Results:
-        known, outputs = graph.differentiable_outputs, graph.outputs
-        kept = residuals(graph)
-        every = outputs + tuple(i for i in kept if i not in outputs)
-        constants = tuple(place for place, i in enumerate(outputs) if i not in known)
-        return cls(len(outputs), tuple(map(every.index, kept)), constants, graph=graph)
-
-    @classmethod
-    def of_call(cls, content: CallContent) -> Results:
-        narrow = O_SCALE in content.names
-        names = ("o", *statistic_names(content.stats), *(("amax",) if narrow else ()))
-        saved = ("wide", "lse") if narrow else SAVED
-        every = (*names, *(name for name in saved if name not in names))
-        constants = tuple(place for place, name in enumerate(names) if name == "max")
-        return cls(len(names), tuple(map(every.index, saved)), constants, every)
-
 
 @remember
 def results_of(text: str) -> Results:
     content = read_content(text)
     if isinstance(content, CallContent):
-        return Results.of_call(content)
-    return Results.of_graph(content.restore()[0])
+        narrow = O_SCALE in content.names
+        names = ("o", *statistic_names(content.stats), *(("amax",) if narrow else ()))
+        saved = ("wide", "lse") if narrow else SAVED
+        every = (*names, *(name for name in saved if name not in names))
+        constants = tuple(place for place, name in enumerate(names) if name == "max")
+        return Results(len(names), tuple(map(every.index, saved)), constants, every)
+    graph, *_ = content.restore()
+    known, outputs, kept = graph.differentiable_outputs, graph.outputs, residuals(graph)
+    numbers = outputs + tuple(i for i in kept if i not in outputs)
+    constants = tuple(place for place, i in enumerate(outputs) if i not in known)
+    return Results(len(outputs), tuple(map(numbers.index, kept)), constants, graph=graph)
 
 
 def restore_graph(text: str) -> Graph:
@@ -124,8 +116,3 @@ def require_count(text: str, count: int) -> None:
     names = names_of_inputs(text)
     if count != len(names):
         raise GraphError(f"the text reads {len(names)} tensors, {', '.join(names)}; got {count}")
-
-
-def is_plan(text: str) -> bool:
-    """True for the text of a plan, False for that of a call without one."""
-    return isinstance(read_content(text), PlanContent)

@@ -77,9 +77,10 @@ def axes_of(name: str, t: Tensor, mask: Mask | None) -> Axes:
 
 def divided_axis(n: int, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes]) -> str | None:
     """The letter of the axis divided by axis n of the mesh. Raises TensorError for several."""
+    places: dict[str, Any]  # Any: PyTorch's placements
     places = {name: t.placements[n] for name, t in tensors.items()}
     divided = {name: p for name, p in places.items() if not p.is_replicate()}
-    letters = {read_placement(p, axes[name]) for name, p in divided.items()}
+    letters = {axes[name][p.dim] if p.is_shard() else str(p) for name, p in divided.items()}
     if not letters:
         return None
     if len(letters) > 1 or not letters <= PARTS.keys():
@@ -89,11 +90,6 @@ def divided_axis(n: int, tensors: Mapping[str, DTensor], axes: Mapping[str, Axes
             f"(axis 0 of q, k, v) or of {PARTS['h']} (axis 1): redistribute the others"
         )
     return letters.pop()
-
-
-def read_placement(place: Any, axes: Axes) -> str:  # Any: PyTorch's placements
-    """The letter of the axis divided by a plain shard; any other placement as text."""
-    return axes[place.dim] if place.is_shard() else str(place)
 
 
 def require_equal_parts(

@@ -31,31 +31,19 @@ def register_masks() -> None:
 
     If torch.compile can't do so, it leaves out the library, and compiles the code around calls.
     """
-    if KEEPS_CONSTANTS:
-        register, kind = registration()
-        register(Mask, typ=kind, members=dict.fromkeys(METHODS, opaque_object.MemberType.USE_REAL))
-        register(Modifier, typ=kind)
-        call_after_import(MAKER, take_symbols)
-    else:
-        leave_untraced()
+    if not KEEPS_CONSTANTS:
+        from torch._dynamo import trace_rules
 
-
-def registration() -> tuple[Callable[..., None], str]:
-    """PyTorch's function that registers a class, and its word for constants.
-
-    Both have new names in 2.15; the old ones are deprecated.
-    """
-    if register := getattr(opaque_object, "register_custom_class", None):
-        return register, "constant"
-    return opaque_object.register_opaque_type, "value"
-
-
-def leave_untraced() -> None:
-    """Let torch.compile run the library's functions as they are, between compiled parts."""
-    from torch._dynamo import trace_rules
-
-    for package in UNTRACED:
-        trace_rules.add(package)
+        for package in UNTRACED:
+            trace_rules.add(package)
+        return
+    # Both have new names in torch 2.15; the old ones are deprecated.
+    register, kind = getattr(opaque_object, "register_custom_class", None), "constant"
+    if register is None:
+        register, kind = opaque_object.register_opaque_type, "value"
+    register(Mask, typ=kind, members=dict.fromkeys(METHODS, opaque_object.MemberType.USE_REAL))
+    register(Modifier, typ=kind)
+    call_after_import(MAKER, take_symbols)
 
 
 # Symbols of torch.compile in sizes and arguments
