@@ -15,7 +15,7 @@ from attn_graph.ir.transforms.binding import complete_sizes, many_sizes, replace
 from attn_graph.ir.transforms.vjp import main_outputs
 from attn_graph.lowering.backend import Foreseen, out_notes
 from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.request import Options, Request
+from attn_graph.lowering.request import Request
 from attn_graph.planner.choose import (
     BACKENDS,
     Refusals,
@@ -48,7 +48,9 @@ def explain_graph(
     if ahead is not None:
         forward = evolve(forward, notes=(*forward.notes, *out_notes(simple, ahead)))
     recorded, most, read = simple, ahead, Question.backward
-    kept = None if named else find_recorded(question, forward)
+    kept = None
+    if not named and forward.backend is not None and any(gradients(question)):
+        kept = recorded_graph(request.with_graph(forward.graph), forward.backend)
     if kept is not None and ahead is not None:
         forward = evolve(forward, notes=(*forward.notes, recording_note(kept)))
         recorded, read = kept, partial(read_gradient, kept)
@@ -71,13 +73,6 @@ def explain_graph(
             simple, request.target, wants=question.wants, precision=request.options.precision
         ),
     )
-
-
-def find_recorded(question: Question, forward: Explanation) -> Graph | None:
-    """The graph recorded by autograd in place of the one asked about; None: no other graph."""
-    if forward.backend is None or not any(gradients(question)):
-        return None
-    return recorded_graph(question.request.with_graph(forward.graph), forward.backend)
 
 
 def read_gradient(recorded: Graph, question: Question) -> Graph:
@@ -107,15 +102,17 @@ def explain_pass(question: Question, read: Read) -> tuple[Explanation, Foreseen 
         refusals = explain_each(error.refusals, question, read)
         return Explanation(graph, target, None, cause, refusals), None
     foreseen = foreseen if peeled is None else peeled.foresee(foreseen)
-    more = (
+    more = [
         *foreseen.notes,
         *(find("check_notes")(choice.backend, core) if is_checked(choice.backend) else ()),
         *request.notes(),
-        *uncertain_workspace(foreseen, request.options, choice.also),
-    )
+    ]
+    if foreseen.workspace is None and request.options.max_workspace is not None:
+        rest = f"then {choice.also[0]} runs it" if choice.also else "then nobody runs it"
+        more.append(f"its built plan may need more workspace than max_workspace allows: {rest}")
     name, cause = choice.backend.name, choice.cause
     refusals = explain_each(choice.refusals, question, read)
-    return Explanation(graph, target, name, cause, refusals, more, choice.also), foreseen
+    return Explanation(graph, target, name, cause, refusals, tuple(more), choice.also), foreseen
 
 
 def explain_refusals(
@@ -127,13 +124,6 @@ def explain_refusals(
     exact = replace_sizes(graph, complete_sizes(graph, "explain", {}))
     quiet = request.with_options(on_fallback="ignore", resized=many_sizes(graph))
     return explain_each(refusals, Question.of(quiet.with_graph(exact), ()), Question.forward)
-
-
-def uncertain_workspace(foreseen: Foreseen, options: Options, also: Sequence[str]) -> Iterator[str]:
-    """A note if max_workspace limits a workspace known only once the plan is built."""
-    if foreseen.workspace is None and options.max_workspace is not None:
-        rest = f"then {also[0]} runs it" if also else "then nobody runs it"
-        yield f"its built plan may need more workspace than max_workspace allows: {rest}"
 
 
 def explain_each(against: Refusals, question: Question, read: Read) -> tuple[Refusal, ...]:

@@ -240,23 +240,22 @@ class Search:
 
     @cached_property
     def remedies(self) -> Remedies:
-        with neutral_state(), self.question.request.target.current():
-            return find_remedies(self.question, self.reasons, self.asks)
+        """For each reason the single changes that lift it; and the smallest change for all.
 
-
-def find_remedies(question: Question, reasons: Sequence[Reason], asks: Asks) -> Remedies:
-    """For each reason the single changes that lift it; and the smallest change that lifts all.
-
-    A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine, nor
-    what shows only when the graph is lowered.
-    """
-    if all(map(lacks_machine, reasons)) or any(reason.late for reason in reasons):
-        return ((),) * len(reasons), None
-    kinds = {kind for reason in reasons for kind in kinds_for(reason)}
-    tried = [(edit, edit.after, asks(edit.after)) for edit in question.offer(kinds) if edit.after]
-    before = {reason.key for reason in reasons}
-    lifts = tuple([remedies_of(reason, tried, before) for reason in reasons])
-    return lifts, smallest_change(question, lifts, tried, asks) if all(lifts) else None
+        A reason is lifted if no reason with its key is left. Nothing lifts a lack of the machine,
+        nor what shows only when the graph is lowered.
+        """
+        question, reasons = self.question, self.reasons
+        if all(map(lacks_machine, reasons)) or any(reason.late for reason in reasons):
+            return ((),) * len(reasons), None
+        kinds = {kind for reason in reasons for kind in kinds_for(reason)}
+        before = {reason.key for reason in reasons}
+        with neutral_state(), question.request.target.current():
+            tried = [(x, x.after, self.asks(x.after)) for x in question.offer(kinds) if x.after]
+            lifts = tuple([remedies_of(reason, tried, before) for reason in reasons])
+            if not all(lifts):
+                return lifts, None
+            return lifts, smallest_change(question, lifts, tried, self.asks)
 
 
 def remedies_of(reason: Reason, tried: Sequence[Tried], before: Set[str]) -> tuple[Remedy, ...]:
@@ -384,16 +383,12 @@ def dtype_edits(question: Question) -> Iterator[Made]:
         if any(spec.dtype != dtype for spec in own.values()):
             (before,) = {spec.dtype for spec in own.values()}
             loses = torch.promote_types(before, dtype) != dtype  # some of the numbers
-            every = join_words([*own])
+            *most, last = own
+            every = f"{', '.join(most)} and {last}" if most else last
             instead = f"with {every} in {NAMES[dtype]}" if loses else ""
             cast = {n: TensorSpec(x.shape, dtype, x.strides) for n, x in own.items()}
             remedy = Remedy(f"cast {every} to {NAMES[dtype]}", instead)
             yield remedy, partial(question.rebuilt, cast)
-
-
-def join_words(names: Sequence[str]) -> str:
-    """ "q, k and v"."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def group_edits(question: Question) -> Iterator[Made]:

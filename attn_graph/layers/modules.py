@@ -141,8 +141,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 average_attn_weights, is_causal,
             )  # fmt: skip
         turned = self.batch_first and query.ndim == 3
-        if turned:
-            query, key, value = transpose_alike(query, key, value)
+        if turned:  # one tensor stays one tensor
+            q = query.transpose(0, 1)
+            k = q if key is query else key.transpose(0, 1)
+            query, key, value = q, k, k if value is key else value.transpose(0, 1)
         o = self.project(
             scaled_dot_product_attention, query, key, value, key_padding_mask, attn_mask, is_causal
         )
@@ -235,10 +237,3 @@ def require_dense(**tensors: Tensor | None) -> None:
         if isinstance(x, Tensor) and (problem := layout_problem(x)):
             told = PADDED if x.is_nested else problem
             raise TensorError(f"MultiheadAttention: {name} {told}")
-
-
-def transpose_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with their first axes swapped; one tensor stays one tensor."""
-    q = query.transpose(0, 1)
-    k = q if key is query else key.transpose(0, 1)
-    return q, k, k if value is key else value.transpose(0, 1)

@@ -64,8 +64,8 @@ def multi_head_attention(
     weights = separate if use_separate_proj_weight else in_proj_weight
     q, k, v = project(query, key, value, weights, in_proj_bias)
     k, v = append_bias(k, v, bias_k, bias_v)
-    heads = (split_heads(x, num_heads) for x in (q, k, v))
-    q, k, v = next(heads), *replace_static(next(heads), next(heads), static_k, static_v)
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = replace_static(k, v, static_k, static_v)
     if add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     more = (bias_k is not None) + add_zero_attn  # keys at the end that no mask hides
@@ -149,12 +149,6 @@ def append_bias(k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | No
         return k, v
     B = k.shape[1]
     return torch.cat([k, bias_k.expand(1, B, -1)]), torch.cat([v, bias_v.expand(1, B, -1)])
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """x [M,B,H*D] as [B,H,M,D], without a copy."""
-    apart: Tensor = x.unflatten(-1, (heads, -1))
-    return apart.permute(1, 2, 0, 3)
 
 
 def replace_static(k: Tensor, v: Tensor, static_k: Tensor | None, static_v: Tensor | None) -> Pair:

@@ -48,9 +48,10 @@ class Readings:
 
         So a write by NumPy or in another thread is noticed.
         """
-        if not may_say_data(mask):
+        if mask.requires_grad or not 2 <= mask.ndim <= 4 or not mask.numel():
             return None
-        key, own = (mask.data_ptr(), look_at(mask)), without_repeats(mask)
+        key = mask.data_ptr(), look_at(mask)
+        own = mask[tuple(slice(None if step else 1) for step in mask.stride())]  # not expanded
         with self.lock, torch.inference_mode(False), torch.no_grad():
             known = self.held.pop(key, None)
             if known is None or not torch.equal(known[0], own):
@@ -72,16 +73,6 @@ def recognize(mask: Tensor) -> Recognition | None:
     return Readings().recognize(mask)
 
 
-def may_say_data(mask: Tensor) -> bool:
-    """True if a mask has axes for queries and keys, and no gradient."""
-    return not mask.requires_grad and 2 <= mask.ndim <= 4 and mask.numel() > 0
-
-
-def without_repeats(mask: Tensor) -> Tensor:
-    """A view of size 1 along each expanded axis of a mask."""
-    return mask[tuple(slice(None if step else 1) for step in mask.stride())]
-
-
 def read_places(mask: Tensor) -> Recognition | None:
     """`recognize` for a mask of a fitting shape."""
     keep = as_booleans(mask)
@@ -100,7 +91,10 @@ def read_places(mask: Tensor) -> Recognition | None:
         if torch.equal(keep, places.expand_as(keep)):
             return Recognition(leaf)
         if torch.equal(keep, places & before):
-            return with_ends(leaf, ends)
+            first = int(ends[0])
+            if bool((ends != first).any()):
+                return Recognition(leaf, ends.to(torch.int32))
+            return Recognition(Prefix(first) if leaf is None else leaf & Prefix(first))
     return read_documents(keep)
 
 
@@ -128,14 +122,6 @@ def read_documents(keep: Tensor) -> Recognition | None:
         return None
     mask = Causal("top_left") & SameSegment() if causal else SameSegment()
     return Recognition(mask, segments=documents)
-
-
-def with_ends(leaf: Mask | None, ends: Tensor) -> Recognition:
-    """A mask of positions, up to one key for all or one for each entry of the batch."""
-    first = int(ends[0])
-    if bool((ends != first).any()):
-        return Recognition(leaf, ends.to(torch.int32))
-    return Recognition(Prefix(first) if leaf is None else leaf & Prefix(first))
 
 
 def list_candidates(keep: Tensor, end: int) -> Iterator[tuple[Mask | None, Tensor]]:

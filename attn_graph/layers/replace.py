@@ -41,7 +41,6 @@ from attn_graph.nn.functional import (
     read_mask,
 )
 from attn_graph.nn.jagged import jagged_problem
-from attn_graph.plan import Plan
 from attn_graph.planner.arguments import CHOICE, ChoiceOptions, complete, shows
 
 NEED_WEIGHTS = 15  # its place among the arguments of F.multi_head_attention_forward
@@ -186,13 +185,17 @@ class Replacement(TorchFunctionMode):
     ) -> tuple[Tensor, Tensor | None]:
         """`F.multi_head_attention_forward` with its attention replaced."""
         name, query = "multi_head_attention_forward", args[0] if args else named["query"]
-        if not self.weights:
-            args, named = without_weights(args, named)
+        if not self.weights and len(args) > NEED_WEIGHTS:
+            args = (*args[:NEED_WEIGHTS], False, *args[NEED_WEIGHTS + 1 :])
+        elif not self.weights:
+            named = {**named, "need_weights": False}
         more = args[NEED_WEIGHTS:]
         needs = more[0] if more else named.get("need_weights", True)
         reason = WEIGHTS if needs else why_left(query, query, query)
         if reason is None:
-            return multi_head_attention(partial(self.attend_positional, name), *args, **named)
+            return multi_head_attention(
+                lambda *given: self.attend(name, Arguments(*given)), *args, **named
+            )
         key, value = (args[n] if len(args) > n else named[r] for n, r in enumerate(ROLES[1:], 1))
         run = partial(F.multi_head_attention_forward, *args, **named)
         return self.run_left(name, reason, (query, key, value), run)
@@ -207,16 +210,6 @@ class Replacement(TorchFunctionMode):
             return run()
         usage = Usage.of(name, q, k, v, "", None, (reason,))
         return self.report.time(usage, q.device, run)
-
-    def attend_positional(
-        self,
-        name: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *more: Any,  # Any: a mask or None, the rate of dropout, and whether it is causal
-    ) -> Tensor:
-        return self.attend(name, Arguments(q, k, v, *more))
 
     def attend(self, name: str, a: Arguments) -> Tensor:
         """Attention by a plan, or by PyTorch; added to the report, if any.
@@ -233,7 +226,13 @@ class Replacement(TorchFunctionMode):
         run = partial(self.compute, name, a, kept, reason)
         if self.report is None or is_symbolic():
             return run()
-        plan, reasons = (None, (reason,)) if reason else self.plan_of(a, kept)
+        plan = None
+        reasons: tuple[str, ...] = (reason,) if reason else ()
+        if not reason:
+            try:
+                plan = plan_like_torch(*self.planned_arguments(a, kept))
+            except NoBackendError as error:
+                reasons = tuple(f"{who} {each}" for who, all_ in error.refusals for each in all_)
         usage = Usage.of(name, *a[:3], describe_mask(a, recognition), plan, reasons)
         return self.report.time(usage, a.query.device, run)
 
@@ -249,13 +248,6 @@ class Replacement(TorchFunctionMode):
         self.leave(name, reason)
         return F.scaled_dot_product_attention(*a[:6], scale=a.scale, enable_gqa=a.enable_gqa)
 
-    def plan_of(self, a: Arguments, kept: Kept) -> tuple[Plan | None, tuple[str, ...]]:
-        """The plan of a call; or None, and the reasons."""
-        try:
-            return plan_like_torch(*self.planned_arguments(a, kept)), ()
-        except NoBackendError as error:
-            return None, tuple(f"{name} {each}" for name, all_ in error.refusals for each in all_)
-
     def planned_arguments(self, a: Arguments, kept: Kept) -> tuple[Any, ...]:  # Any: one of each
         return *a[:3], kept, a.dropout_p, a.scale, a.enable_gqa, self.choice
 
@@ -266,16 +258,6 @@ class Replacement(TorchFunctionMode):
             raise TensorError(f'{text}; and on_fallback is "raise"')
         if self.choice[ON_FALLBACK] == "warn":
             warn_explicit(text, FallbackWarning, *user_frame(TORCH))
-
-
-def without_weights(
-    args: tuple[Any, ...],  # Any: as above
-    named: dict[str, Any],  # Any: as above
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # Any: as above
-    """The arguments of `F.multi_head_attention_forward` with need_weights=False."""
-    if len(args) > NEED_WEIGHTS:
-        return (*args[:NEED_WEIGHTS], False, *args[NEED_WEIGHTS + 1 :]), named
-    return args, {**named, "need_weights": False}
 
 
 def is_symbolic() -> bool:

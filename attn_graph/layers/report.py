@@ -56,8 +56,15 @@ class Usage:
         """The kind of this call, at the nearest line outside PyTorch and this package."""
         (file, line), tensors = user_frame(TORCH), (query, key, value)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        backward = backward_backend(plan) if plan and trains else None
-        q, k, v = map(describe_tensor, tensors)
+        backward = None
+        if plan and trains and plan.graph.has_gradient:
+            try:
+                backward = plan.training_vjp.backend
+            except NoBackendError:
+                backward = "nobody"
+        shapes = ("nested" if x.is_nested else [*x.shape] for x in tensors)
+        types = (NAMES.get(x.dtype, x.dtype) for x in tensors)
+        q, k, v = (f"{name}{shape}" for name, shape in zip(types, shapes, strict=True))
         site, backend = f"{file}:{line}", plan and plan.backend
         return cls(site, function, q, k, v, mask, backend, backward, reasons)
 
@@ -85,8 +92,9 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         u = self.usage
-        name = f"{shorten(u.site)} {u.function}"
-        times = (format_milliseconds(x) for x in (self.seconds, self.first))
+        site = "/".join(Path(u.site).parts[-2:])  # with the last folder alone
+        name = f"{site} {u.function}"
+        times = ("" if x is None else f"{1e3 * x:.3f}" for x in (self.seconds, self.first))
         return name, str(self.calls), u.query, u.key, u.value, u.mask, u.who, *times
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON
@@ -120,7 +128,13 @@ class Report:
     @property
     def rows(self) -> tuple[Row, ...]:
         """A row for each kind of call, in the order of first use."""
-        return tuple(summarize(usage, tally) for usage, tally in [*self.tallies.items()])
+        rows: list[Row] = []
+        for usage, tally in [*self.tallies.items()]:
+            times = [each() for each in [*tally.times]]  # waits for GPUs that still run
+            tally.times[: len(times)] = [lambda x=x: x for x in times]  # type: ignore[misc]  # bound now
+            median, first = (statistics.median(times), times[0]) if times else (None, None)
+            rows.append(Row(usage, tally.calls, median, first))
+        return tuple(rows)
 
     def time(self, usage: Usage, device: torch.device, job: Callable[[], Result]) -> Result:
         """The result of a job, which is counted and timed."""
@@ -169,38 +183,5 @@ class Report:
         return html.page(html.element("p", summary), html.table(rows, HEAD))
 
 
-def shorten(site: str) -> str:
-    """A site with only the last folder."""
-    return "/".join(Path(site).parts[-2:])
-
-
 def count_calls(rows: Sequence[Row]) -> int:
     return sum(row.calls for row in rows)
-
-
-def summarize(usage: Usage, tally: Tally) -> Row:
-    """A row; it waits for GPUs that still run."""
-    times = [each() for each in [*tally.times]]
-    tally.times[: len(times)] = [lambda x=x: x for x in times]  # type: ignore[misc]  # bound now
-    if not times:
-        return Row(usage, tally.calls, None, None)
-    return Row(usage, tally.calls, statistics.median(times), times[0])
-
-
-def backward_backend(plan: Plan) -> str | None:
-    if not plan.graph.has_gradient:
-        return None
-    try:
-        return plan.training_vjp.backend
-    except NoBackendError:
-        return "nobody"
-
-
-def describe_tensor(x: Tensor) -> str:
-    """Dtype and shape of a tensor, such as `f32[2, 8, 64, 64]`."""
-    shape = "nested" if x.is_nested else [*x.shape]
-    return f"{NAMES.get(x.dtype, x.dtype)}{shape}"
-
-
-def format_milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.3f}"

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 
 import torch
 from attrs import evolve
 
 from attn_graph.ir.attention import AttentionGrad
-from attn_graph.ir.graph import Graph, Op
+from attn_graph.ir.graph import Graph
 from attn_graph.ir.reference import compare
 from attn_graph.ir.transforms.parse import parse
 from attn_graph.lowering.backend import Backend, DeviceTest, RefusedError
@@ -36,20 +36,15 @@ def try_graphs(test: DeviceTest, target: Target) -> Proof:
         "precision": test.precision,
         "device": str(target.device),
     }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = (sys.executable, "-P", "-c", PROGRAM)
     start = time.monotonic()
-    failure, shares = run_process(json.dumps(request), test.seconds)
+    failure, output = run_apart(program, json.dumps(request), seconds=test.seconds, env=env)
+    shares = () if failure else tuple(json.loads(output.splitlines()[-1]))
     if not failure and not all(share <= 1 for share in shares):
         worst = max(shares)
         failure = f"is wrong: an error is {worst:.3g} times what the accuracy rule allows"
     return Proof(failure, shares, time.monotonic() - start)
-
-
-def run_process(request: str, seconds: float) -> tuple[str, tuple[float, ...]]:
-    """The failure of a process with this request, "" without one; and its shares."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    program = (sys.executable, "-P", "-c", PROGRAM)
-    failure, output = run_apart(program, request, seconds=seconds, env=env)
-    return failure, () if failure else tuple(json.loads(output.splitlines()[-1]))
 
 
 # In the new process.
@@ -87,25 +82,22 @@ def try_graph(backend: Backend, request: Request, device: torch.device) -> Itera
 
 
 def tensors_of(graph: Graph) -> list[torch.Tensor]:
-    """Drawn `examples`, with the o and lse of the graph's attention for its gradient."""
-    tensors = examples(graph, torch.device("cpu"), drawn=True)
-    if all(isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]) and graph.eqns:
-        fill_saved(graph.eqns[-1].op, read_operands(graph, tensors))
-    return tensors
-
-
-def fill_saved(op: Op, operands: Sequence[torch.Tensor]) -> None:
-    """Write o and lse of an attention into the operands of its gradient.
+    """Drawn `examples`, with the o and lse of the graph's attention for its gradient.
 
     Any other lse makes weights exp(s - lse) of hundreds. The rule's allowance follows the largest
     gradients: it would be as large as most errors, and wrong results would pass.
     """
+    tensors = examples(graph, torch.device("cpu"), drawn=True)
+    if not graph.eqns or not all(isinstance(eqn.op, PREPARING) for eqn in graph.eqns[:-1]):
+        return tensors
+    op = graph.eqns[-1].op
     grad: AttentionGrad | None = op.grad
     if grad is None or op.jvp:
-        return
-    count = len(grad.ranks)
+        return tensors
+    operands, count = read_operands(graph, tensors), len(grad.ranks)
     given, where = grad.split(operands[:count]), operands[count:]
     own = [x.double() if x.is_floating_point() else x for x in given.own]
     forward = evolve(op.packed, op=grad.attention) if op.packed else grad.attention
     for saved, exact in zip((given.o, given.lse), forward.run(*own, *where), strict=True):
         saved.copy_(exact)
+    return tensors

@@ -177,18 +177,14 @@ def prepare_jobs(
             executable = candidate.lower(request)
             executable.run(*tensors)
         except (RefusedError, torch.OutOfMemoryError) as error:
-            if candidate.variant is None:
-                late[candidate.backend.name] = late_reasons(error)
+            if candidate.variant is None and isinstance(error, RefusedError):
+                late[candidate.backend.name] = error.reasons
+            elif candidate.variant is None:
+                reasons = [Reason("memory", str(text), sentence="{limit}") for text in error.args]
+                late[candidate.backend.name] = tuple(reasons)
             continue
         jobs[name] = lambda run=executable.run: run(*tensors)  # type: ignore[misc]  # bound now
     return jobs, late
-
-
-def late_reasons(error: RefusedError | torch.OutOfMemoryError) -> tuple[Reason, ...]:
-    """The reasons of a candidate after it failed."""
-    if isinstance(error, RefusedError):
-        return error.reasons
-    return tuple(Reason("memory", str(text), sentence="{limit}") for text in error.args)
 
 
 def examples(graph: Graph, device: torch.device, *, drawn: bool = False) -> list[torch.Tensor]:
