@@ -63,6 +63,8 @@ class Range(Operators):
 
     def apply(self, name: str, *operands: Operand) -> Range:
         x = operands[0] if operands else None
+        if type(x) is int and x == 0 and name in ("add", "sub"):
+            return self
         name = "invert" if name == "xor" and x is True else name
         if name not in ENDS:
             raise Untraceable(f"tile lists do not support {name}()")
@@ -79,7 +81,8 @@ class Range(Operators):
     def __floordiv__(self, x: Operand) -> Range:
         if not isinstance(x, int) or x <= 0:
             return Range(-WIDEST, WIDEST)
-        return Range(self.least // x, self.most // x)
+        least = self.least // x
+        return Range(least, least if self.most is self.least else self.most // x)
 
     def __mod__(self, x: Operand) -> Range:
         if not isinstance(x, int) or x <= 0:
@@ -165,7 +168,8 @@ class Bounded:
             if first < 0 or last >= part.shape[axis] or last < first:
                 raise Untraceable(f"elements {first} to {last} of {part.shape[axis]} are read")
             if isinstance(at, Range) and isinstance(at.least, torch.Tensor) and at.least.ndim:
-                if by_key is not None or not (at.ends or torch.equal(at.least, at.most)):
+                one = at.most is at.least or torch.equal(at.least, at.most)
+                if by_key is not None or not one:
                     raise Untraceable("a tensor is read at another place for each query and key")
                 by_key = axis
                 if at.ends is None:  # else a view: to copy elements takes most of a look
@@ -175,9 +179,10 @@ class Bounded:
         flags = part.dtype == torch.bool
         part = part.view(torch.uint8) if flags else part  # its extremes take a twentieth of `any`
         others = [axis for axis, n in enumerate(part.shape) if axis != by_key and n > 1]
-        ends = [x(others) if others else part for x in (part.amin, part.amax)]
+        ends = [part.amin(others), part.amax(others)] if others else [part]
         ends = [x.flatten() if by_key is not None else x.reshape(()) for x in ends]
-        return Range(*(x.view(torch.bool) if flags else x.long() for x in ends))
+        ends = [x.view(torch.bool) if flags else x.long() for x in ends]
+        return Range(ends[0], ends[-1])
 
 
 def end_points(at: Operand) -> tuple[int, int]:
@@ -221,13 +226,15 @@ def bound_keys(mask: Any, block: Block) -> tuple[Keys, Keys]:  # Any: a Mask, wh
         kept = trace_definition(mask.keep, place)
     except Untraceable:
         return block.none, block.all
-    ends = (
-        torch.as_tensor(x, device="cpu").expand(-(-block.N // run))
-        for x in (lower_end(kept), upper_end(kept))
-    )
-    runs = (Keys.where(x).intervals for x in ends)
-    every, some = (Keys(tuple([(a * run, b * run) for a, b in each])) & block.all for each in runs)
-    return every, some
+    least, most = lower_end(kept), upper_end(kept)
+    every = keys_of_runs(least, run, block.N)
+    return every, every if most is least else keys_of_runs(most, run, block.N)
+
+
+def keys_of_runs(kept: torch.Tensor | bool, run: int, N: int) -> Keys:
+    """The keys of those runs of `run` keys, out of N, that are kept."""
+    flags = torch.as_tensor(kept, device="cpu").expand(-(-N // run))
+    return Keys(tuple([(a * run, min(b * run, N)) for a, b in Keys.where(flags).intervals]))
 
 
 def bound_strip(strip: Strip, block: Block, *, surely: bool) -> Keys:
