@@ -128,8 +128,10 @@ def efficient_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     bias: Tensor | None, causal: bool, scale: float, wants_bias: bool,
 ) -> Gradients:  # fmt: skip
-    """`Kernel.backward` by the memory-efficient kernel."""
+    """`Kernel.backward` by the memory-efficient kernel. In half precision it reads o as it writes
+    it, [B,M,H,E] without gaps, whatever the strides: kernel_backward.h, o_strideM."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
+    o = o.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
         do, q, k, v, bias, o, pad_lse(lse), seed, seed, 0.0, [True, True, True, wants_bias],
         causal, scale=scale,

@@ -329,6 +329,11 @@ def is_broadcast(spec: TensorSpec) -> bool:
     return any(s == 0 and n != 1 for n, s in zip(spec.shape, spec.strides, strict=True))
 
 
+def fits_loads(spec: TensorSpec) -> bool:
+    """True if kernels that load 16 bytes at a time read these rows where they lie."""
+    return spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
+
+
 def has_flash_order(q: TensorSpec) -> bool:
     """True if o from PyTorch's flash kernels has the memory order of q.
 

@@ -21,6 +21,7 @@ from attn_graph.lowering.fa4.lists import (
     plan_lists,
 )
 from attn_graph.lowering.libraries.fa4_masks import (
+    STATISTICS,
     NativeMask,
     copied_names,
     count_splits,
@@ -133,11 +134,14 @@ class Fa4Call:
         _, H, _, *last = spec.shape
         return TensorSpec((T, H, *last) if last else (H, T), spec.dtype)
 
-    def given_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """The spec of q, k or v as a call reads it; of pages the pool [n,P,G,D]."""
-        if name in copied_names(self.lying):
-            return self.own_spec(SIDES[name], dense_like(spec))
-        return self.lying.in_place.get(name, spec)
+    @cached_property
+    def copied(self) -> dict[str, TensorSpec]:
+        """The specs of a call's copies of operands, by name; o as the forward gives it."""
+        p = self.problem
+        given = dict(zip("qkv", p.specs, strict=False))
+        dense = {name: dense_like(x) for name, x in given.items()} | {"o": p.o}
+        dense |= dict.fromkeys(STATISTICS, TensorSpec((p.B, p.H, p.M), torch.float32))
+        return {n: self.own_spec(SIDES[n], dense[n]) for n in copied_names(self.lying)}
 
     @property
     def shared(self) -> int:
@@ -194,14 +198,15 @@ class Fa4Call:
     def tensors(self, with_lse: bool = True) -> dict[str, TensorSpec]:
         """The specs of operands and results as the package takes them, by its names."""
         p, own = self.problem, self.problem.by_role
-        specs = {n: self.given_spec(n, x) for n, x in zip("qkv", p.specs, strict=False)}
+        specs = dict(zip("qkv", p.specs, strict=False)) | self.lying.in_place  # of pages the pool
+        specs |= {name: x for name, x in self.copied.items() if name in specs}
         o = self.own_spec("rows", p.o)
         lse = self.own_spec("rows", TensorSpec((p.B, p.H, p.M), torch.float32))
         if p.grad is None:
             specs |= {"out": o}
         else:
-            given = p.grad.split(p.specs)
-            specs |= {"out": o if len(o.shape) == 3 else given.o, "dout": o}
+            in_place = len(o.shape) == 4 and "o" not in self.copied
+            specs |= {"out": p.grad.split(p.specs).o if in_place else o, "dout": o}
             specs |= self.gradients
         padded = {n for n, x in specs.items() if len(x.shape) == 4} - {*self.lying.pools}
         named = {n: rows_first(x) if n in padded else x for n, x in specs.items()}

@@ -19,14 +19,13 @@ from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, call_package
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
-from attn_graph.lowering.libraries.fa4_masks import copied_names, zeroed_names
+from attn_graph.lowering.libraries.fa4_masks import STATISTICS, zeroed_names
 from attn_graph.lowering.lying import DECLARED, SIDES, copy_cleared
 from attn_graph.lowering.problem import (
     ALIGNED,
     cotangent_note,
     find_misplaced,
-    is_broadcast,
-    is_misaligned,
+    fits_loads,
     on_boundary,
     read_operands,
     returns_lse,
@@ -192,7 +191,7 @@ class Fa4Run:
     ) -> dict[str, torch.Tensor]:
         """o, and lse if it is asked for."""
         own, call = self.operands(tensors), self.call
-        named = self.clean(own, self.absent(own))
+        named = self.clean(dict(zip("qkv", own, strict=False)), self.absent(own))
         if texts := find_misplaced(named.items()):
             raise PlanMismatchError(*texts, way_out="")
         names = ("o", "lse") if with_lse else ("o",)
@@ -229,13 +228,15 @@ class Fa4Run:
         every, count = self.operands(tensors), len(grad.ranks)
         read = grad.split(every[:count])
         own = [on_boundary(x) if n < 3 else x for n, x in enumerate(read.own)] + every[count:]
-        lse, dlse, absent = read.lse.contiguous(), read.dlse, self.absent(own)
-        named = self.clean(own, absent)
-        do = self.cotangent(read.do, read.o, read.lse, absent.get("rows"))
-        named |= {"out": on_boundary(read.o), "dout": do, "lse": lse}
-        if dlse is not None:
-            blind = clear_blind_rows(dlse, read.lse) if self.is_blind else dlse
-            named["dlse"] = blind.contiguous()
+        absent = self.absent(own)
+        named = {"q": own[0], "k": own[1], "v": own[2], "o": read.o, "lse": read.lse}
+        named |= {} if read.dlse is None else {"dlse": read.dlse}
+        named = self.clean(named, absent)
+        o = on_boundary(named.pop("o"))
+        lse = named["lse"] = named["lse"].contiguous()  # autograd may hand back another order
+        named |= {"out": o, "dout": self.cotangent(read.do, o, lse, absent.get("rows"))}
+        if read.dlse is not None and self.is_blind:
+            named["dlse"] = clear_blind_rows(named["dlse"], lse)
         gradients = new_results(self.gradients, lse.device, rooms)
         if self.leaves_unwritten:
             zero_each([*gradients.values()])
@@ -259,12 +260,11 @@ class Fa4Run:
         return self.call.lying.absent(sides, known)
 
     def clean(
-        self, own: Sequence[torch.Tensor], absent: Mapping[str, torch.Tensor]
+        self, named: dict[str, torch.Tensor], absent: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """q, k and v, some copied for the kernels, with 0 in absent rows."""
-        named = {"q": own[0], "k": own[1], "v": own[2]}
-        for name, spec in self.copied.items():
-            given, copy = named[name], new_tensor(spec, own[0].device)
+        """Operands, some copied for the kernels: q, k and v with 0 in absent rows."""
+        for name, spec in self.call.copied.items():
+            given, copy = named[name], new_tensor(spec, named[name].device)
             named[name] = copy
             if name in self.cleaned:
                 copy_cleared(given, absent[SIDES[name]], copy)
@@ -287,8 +287,7 @@ class Fa4Run:
             blind = ((lse.mT if do.ndim == 3 else lse) == -INF)[..., None]
             blind = blind if absent is None or do.ndim == 3 else blind | absent
             do = tidy_strides(copy_cleared(do, blind, torch.empty_like(o)))
-        spec = TensorSpec.like(do)
-        fits = spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
+        fits = fits_loads(TensorSpec.like(do))
         return on_boundary(do) if fits else tidy_strides(do.contiguous())
 
     @property
@@ -297,7 +296,7 @@ class Fa4Run:
         with grouped heads, of keys; do and lists."""
         p, lists = self.call.problem, self.call.lists
         own = sum(x.nbytes for x in lists.tensors) if isinstance(lists, TileLists) else 0
-        own += sum(spec.type.bytes for spec in self.copied.values())
+        own += sum(spec.type.bytes for spec in self.call.copied.values())
         if p.grad is None:
             parts = self.call.splits * (self.call.splits > 1)
             return own + 4 * parts * p.H * self.call.rounded("rows", 1) * (p.E + 1)
@@ -322,14 +321,6 @@ class Fa4Run:
         """The operands with 0 in absent rows."""
         return zeroed_names(self.call.lying)
 
-    @cached_property
-    def copied(self) -> dict[str, TensorSpec]:
-        """The specs of a call's copies of operands."""
-        call = self.call
-        given = dict(zip("qkv", call.problem.specs, strict=False))
-        names = copied_names(call.lying)
-        return {name: call.given_spec(name, given[name]) for name in names}
-
     def notes(self) -> Iterator[str]:
         lists, native, p = self.call.lists, self.call.native, self.call.problem
         packed = bool(self.call.lying.totals)
@@ -346,9 +337,10 @@ class Fa4Run:
         if self.call.narrow:
             queries, keys = NARROW
             yield f"tiles of {queries} x {keys}: kernels with more keys in a tile spill too much"
-        for name, spec in self.copied.items():
+        for name, spec in self.call.copied.items():
             absent = f"with 0 in rows {'of no sequence' if packed else 'past their length'}"
-            how = absent if name in self.cleaned else f"to rows at multiples of {ALIGNED} bytes"
+            how = "in C order" if name in STATISTICS else f"to rows at multiples of {ALIGNED} bytes"
+            how = absent if name in self.cleaned else how
             yield f"{name} is copied, {format_bytes(spec.type.bytes)}, {how}"
         if {*self.call.lying.gapless} - {*self.call.lying.full}:
             yield DECLARED

@@ -9,12 +9,14 @@ from attrs import frozen
 
 from attn_graph.ir.storage.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.lowering.lying import SIDES, Lying
-from attn_graph.lowering.problem import Problem, is_misaligned
+from attn_graph.lowering.problem import Problem, fits_loads, is_misaligned
 from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
 from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 Bounds = tuple[int | None, int | None]
+STATISTICS = "lse", "dlse"  # which a gradient reads
+COPIED = *"qkvo", *STATISTICS  # in this order
 LEAST_SPLIT, MOST_SPLITS = 4, 128  # tiles of keys up to which nothing is split, and the most parts
 
 
@@ -96,11 +98,18 @@ def zeroed_names(lying: Lying) -> tuple[str, ...]:
 
 
 def copied_names(lying: Lying) -> tuple[str, ...]:
-    """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages."""
-    given = dict(zip("qkv", lying.stepped.specs, strict=False)) | lying.in_place
-    cleaned = zeroed_names(lying)
+    """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages. Of a
+    gradient also o and statistics that the package would copy, as they lie."""
+    p = lying.stepped
+    given = dict(zip("qkv", p.specs, strict=False)) | lying.in_place
     off = {name for name, x in given.items() if is_misaligned(x) and name not in lying.pools}
-    return tuple(name for name in "qkv" if name in cleaned or name in off)
+    if p.grad is not None:
+        read = p.grad.split(lying.specs)
+        statistics = {"lse": read.lse, "dlse": read.dlse}
+        off |= {name for name, x in statistics.items() if x is not None and not x.is_dense}
+        off |= set() if fits_loads(read.o) else {"o"}
+    cleaned = zeroed_names(lying)
+    return tuple(name for name in COPIED if name in cleaned or name in off)
 
 
 def copies(lying: Lying) -> tuple[str, ...]:

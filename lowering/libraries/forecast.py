@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import final
 
+import torch
 from attrs import evolve, frozen
 
 from attn_graph.lowering.backend import UNPRICED, Price
@@ -208,7 +209,8 @@ def forecast(
         flops = work.flops * programs.padding
         seconds += least_seconds(flops, peak * filled, moved, bandwidth * busy, int(parts > 1))
         traffic += programs.traffic(parts)
-    specs = lying.large
+    lse = TensorSpec(lying.statistic(), torch.float32)
+    specs = {"o": lying.o(), "lse": lse, **lying.large}
     for operand in copies(request):  # read and written
         seconds += read_rates().launch + 2 * specs[operand].type.bytes / bandwidth
     return Price(seconds, traffic)

@@ -56,7 +56,7 @@ from attn_graph.lowering.through_lse import through_lse
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import KernelName
 from attn_graph.masks.canonical import CAUSAL
-from attn_graph.spec import HALF, MOST_INT32, NAMES, TensorSpec, memory_order
+from attn_graph.spec import HALF, MOST_INT32, NAMES, TensorSpec, dense_strides, memory_order
 
 LEAST_SM, MOST_SM = 80, 121  # the range of sdp_utils.cpp, from sm_80 on
 MOST_HEADS = 65535  # heads, and batch entries, are counted in axes y and z of CUDA's grid
@@ -368,18 +368,17 @@ class TorchKernelCall:
         q = p.specs[0]
         if p.grad is None:
             return {} if self.variant.keeps_order(q) else {"o": self.output}
-        return {
-            n: x
-            for n, x in operands_by_name(p).items()
-            if n in ("o", "do") and memory_order(x) != BSHD
-        }
+        read = ((n, x) for n, x in operands_by_name(p).items() if n in ("o", "do"))
+        own = dense_strides((p.B, p.H, p.M, p.E), BSHD)
+        return {n: x for n, x in read if x != TensorSpec(x.shape, x.dtype, own)}
 
     def notes(self) -> Iterator[str]:
         yield f"one call of PyTorch's {self.variant.kernel} kernel"
         if self.problem.grad is not None and self.problem.grad.with_dlse:
             yield "the gradient through lse by one more call of each pass, with k in place of v"
         for name, spec in self.copied().items():
-            yield f"{name} {spec} is copied: the kernel's rows lie in another order"
+            how = "have no gaps" if memory_order(spec) == BSHD else "lie in another order"
+            yield f"{name} {spec} is copied: the kernel's rows {how}"
         yield from cotangent_note(self.problem, "begins off 16 bytes")
         yield from relaid_note(self.problem, self.variant.keeps_order)
 

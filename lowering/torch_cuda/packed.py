@@ -249,6 +249,8 @@ class PackedFlashCall:
         if grad is not None and grad.with_do and not self.lying.sees_itself:
             size = format_bytes(self.lying.specs[0].type.bytes)
             yield f"do is copied, {size}, with 0 in rows that see nothing"
+        if grad is not None and not (o := grad.split(self.lying.specs).o).is_dense:
+            yield f"o {o} is copied: the kernel's rows have no gaps"
 
     def kept_forward(self) -> int:
         """Bytes allocated by PyTorch beside the outputs, at most: o in another order, lse, and

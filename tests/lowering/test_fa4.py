@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import HealthCheck, assume, given, reject, settings
+from hypothesis import HealthCheck, assume, example, given, reject, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
@@ -81,6 +81,21 @@ def near(draw: st.DrawFn) -> ag.Graph:
     return ag.attention(q, k, v, **options, stats=draw(st.booleans()))
 
 
+def lay_apart(graph: ag.Graph, strides: tuple[int, ...], step: int) -> ag.Graph:
+    """o with these strides, and lse with one of `step` along its rows."""
+    o, lse = graph.output_types
+    _, H, M = lse.shape
+    each = ag.TensorSpec(lse.shape, lse.dtype, (H * M * step, M * step, step))
+    return ag.lay_out(graph, {"o": ag.TensorSpec(o.shape, o.dtype, strides), "lse": each})
+
+
+APART = lay_apart(  # elements of o, and rows of lse, have others between them
+    ag.attention(spec(1, 2, 5, 8), spec(1, 2, 5, 8), spec(1, 2, 5, 8), stats=True),
+    (240, 120, 24, 3),
+    2,
+)
+
+
 def rows(shape: Sequence[int], dtype: torch.dtype) -> st.SearchStrategy[ag.TensorSpec]:
     """Layouts of outputs, most of them as the package writes them."""
     return st.one_of(drawn.specs(shape, dtype), spaced(shape, dtype))
@@ -123,6 +138,7 @@ def plan_on(target: ag.Target, graph: ag.Graph) -> ag.Plan:
 
 @pytest.mark.usefixtures("modelled")
 @given(drawn.with_layouts(near(), rows), targets, drawn.seeds, skips)
+@example(APART, H200, 0, None)
 @fixed
 def test_the_package_is_told_what_the_graph_says(
     graph: ag.Graph, target: ag.Target, seed: int, skip: Skip
@@ -278,6 +294,22 @@ def test_rows_off_16_bytes_are_copied_and_told() -> None:
             copies.append(len(told))
             assert made.temporary >= 2 * 4 * 300 * 64 * 2 * len(told)
     assert copies == [3, 3, 0, 0]
+
+
+def test_o_and_statistics_declared_apart_are_copied_for_the_gradient_and_told() -> None:
+    """Rows of 72 elements are read where they lie."""
+    x = spec(2, 4, 300, 64)
+    graph = ag.attention(x, x, x, stats=True)
+    told, bytes_ = [], []
+    for row, last in ((64, 1), (72, 1), (65, 1), (128, 2)):
+        laid = lay_apart(graph, (4 * 300 * row, 300 * row, row, last), last)
+        made = BACKEND.foreseen(Request(simplify(ag.vjp(laid)[1]), H200, Options()))
+        told.append([note for note in made.notes if re.match("(o|lse|dlse) is copied", note)])
+        bytes_.append(made.temporary)
+    o = "o is copied, 300 KiB, to rows at multiples of 16 bytes"
+    statistics = [f"{name} is copied, 9.375 KiB, in C order" for name in ("lse", "dlse")]
+    assert told == [[], [], [o], [o, *statistics]]
+    assert [x - bytes_[0] for x in bytes_] == [0, 0, 307200, 307200 + 2 * 9600]
 
 
 @pytest.mark.usefixtures("modelled")

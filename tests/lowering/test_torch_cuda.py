@@ -352,6 +352,17 @@ def test_copies_are_told_and_counted() -> None:
     assert more == 2 * 4 * 32 * 64 * 2
 
 
+@pytest.mark.parametrize("backend", ["torch_flash", "torch_efficient"])
+def test_gaps_between_rows_of_o_are_told_where_the_gradient_copies_it(backend: str) -> None:
+    x = spec(2, 4, 32, 64, layout="bshd")
+    wide = ag.TensorSpec(x.shape, F16, (32 * 4 * 72, 72, 4 * 72, 1))
+    dense, apart = (plan_of(ag.lay_out(chain(x, x, x), {"o": o}), backend).vjp for o in (x, wide))
+    told = [f"{name} {wide} is copied: the kernel's rows have no gaps" for name in ("o", "do")]
+    assert [note for note in apart.executable.notes if "no gaps" in note] == told
+    more = apart.executable.temporary - dense.executable.temporary
+    assert more == 2 * 2 * 4 * 32 * 64 * 2
+
+
 @pytest.mark.usefixtures("played")
 def test_an_address_between_16_bytes_is_refused_when_called() -> None:
     """Specs say nothing of addresses, and the kernels would fault or read astray."""

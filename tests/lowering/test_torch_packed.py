@@ -96,6 +96,13 @@ def packed(
     return ag.attention(q, k, k, **where, **options)
 
 
+def test_a_copy_of_o_for_the_gradient_is_told() -> None:
+    graph, o = packed(), SPEC((64, 4, 64), BF16, (4 * 72, 72, 1))
+    for laid, copies in ((graph, 0), (ag.lay_out(graph, {"o": o}), 1)):
+        notes = plan_of(laid).vjp.executable.notes
+        assert sum("is copied: the kernel's rows have no gaps" in note for note in notes) == copies
+
+
 CALLS: tuple[tuple[ag.Graph, tuple[int, int], bool, tuple[int, int]], ...] = (
     (packed(), (64, 64), False, (-1, -1)),
     (packed(max_lengths=(16, 16)), (16, 16), False, (-1, -1)),

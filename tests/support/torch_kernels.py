@@ -114,6 +114,7 @@ def efficient_backward(
     assert lse.shape[2] % 32 == 0
     assert lse.is_contiguous()
     assert (lse[:, :, M:] == INF).all()
+    assert o.transpose(1, 2).is_contiguous()  # read so, whatever its strides
     *found, ds = pull(do, q, k, v, o, lse[:, :, :M], bias, causal, scale)
     wide = ds.new_full((*ds.shape[:3], -(-ds.shape[3] // 16) * 16), INF)
     wide[..., : ds.shape[3]] = ds
