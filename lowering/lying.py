@@ -285,6 +285,14 @@ class Lying:
             specs |= {name: x for name, x in cotangents if x is not None}
         return specs
 
+    @cached_property
+    def saved(self) -> dict[str, TensorSpec]:
+        """The specs of o and lse that a gradient reads, by name."""
+        if self.problem.grad is None:
+            return {}
+        read = self.problem.grad.split(self.specs)
+        return {"o": read.o, "lse": read.lse}
+
     # On padded tensors
 
     @cached_property

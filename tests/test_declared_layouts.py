@@ -183,6 +183,19 @@ def test_the_fix_of_a_statistic_keeps_other_layouts(
     assert ag.explain(rest, target="h200", backends=("cudnn",)).backend == "cudnn"
 
 
+@pytest.mark.parametrize("backend", ["triton", "cudnn"])
+def test_a_gradient_tells_and_counts_the_copy_of_an_lse_declared_apart(backend: str) -> None:
+    x = ag.TensorSpec((2, 4, 300, 64), torch.float16)
+    graph, o = ag.attention(x, x, x, stats=True), x
+    apart = ag.lay_out(graph, {"lse": ag.TensorSpec((2, 4, 300), torch.float32, (2400, 600, 2))})
+    dense, moved = (
+        ag.compile(g, target="h200", backends=(backend,)).backward([0, 1, 2], [o, None]).executable
+        for g in (graph, apart)
+    )
+    assert moved.temporary == dense.temporary + 2 * 4 * 300 * 4
+    assert len([note for note in moved.notes if note.startswith("lse is copied")]) == 1
+
+
 def test_explain_tells_the_copies_of_out_for_gradients() -> None:
     _, back = ag.vjp(ag.attention(X, X, X))
     texts = [str(ag.explain(back, target=CPU)), str(ag.compile(back, target=CPU).explain())]

@@ -82,20 +82,16 @@ def keep_by_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> Symbol:
             kept.append(trace_definition(part.keep, at))
         else:
             bounds &= closed
-    keep = inside_keys(bounds, at, code.argument("N", axes="-"), by_keys)
+    N = code.argument("N", axes="-")
+    if bounds.first is None and bounds.last is None:
+        keep: Symbol = at.j < N  # as loads by keys compare too
+    elif by_keys:
+        keep = bounds.in_keys(at.j < N).holds(at.i)
+    else:
+        keep = (bounds & RowBounds(last=N.unary("{0} - 1"))).holds(at.j)
     for each in kept:
         keep &= each if isinstance(each, bool) else each.truth()
     return keep
-
-
-def inside_keys(bounds: RowBounds, at: Place, N: Symbol, by_keys: bool) -> Symbol:
-    """True for a place within bounds and with a key below N, in one comparison."""
-    if bounds.first is None and bounds.last is None:
-        inside: Symbol = at.j < N  # as loads by keys compare too
-        return inside
-    if by_keys:
-        return bounds.in_keys(at.j < N).holds(at.i)
-    return (bounds & RowBounds(last=N.unary("{0} - 1"))).holds(at.j)
 
 
 def row_bounds(mask: Mask, at: Place, code: Code, by_keys: bool) -> RowBounds | None:

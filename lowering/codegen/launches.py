@@ -50,11 +50,6 @@ def parameters(kernel: str) -> tuple[str, ...]:
     return tuple(x.arg for x in found.args.args)
 
 
-def out_of_resources_error() -> Any:  # Any: a class of Triton's
-    """Triton's error for tiles too large for a GPU."""
-    return load_modules("triton.runtime.errors").OutOfResources
-
-
 @cache
 def load_driver() -> Any:  # Any: Triton's; its `active` one is the GPU's
     """None if this process imported Triton with TRITON_INTERPRET=1."""
@@ -170,7 +165,7 @@ class Launch:
             return
         try:
             self.compiled[key] = function[(self.grid,)](**arguments)
-        except out_of_resources_error() as error:
+        except load_modules("triton.runtime.errors").OutOfResources as error:
             need = f"needs {error.required} of {error.name} for its tiles"
             most = f"of which the GPU has {error.limit}"
             reason = Reason("tile_resources", most, need, "{actual}, {limit}")

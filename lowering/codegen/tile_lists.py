@@ -43,17 +43,6 @@ def blocks(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def list_tiles_of(kinds: torch.Tensor) -> torch.Tensor:
-    """A list for each row of `kinds`, the longest first: the row's number, how many tiles are full,
-    how many mixed, then the full, then the mixed, then the empty ones; int32 [rows, at least 3 +
-    tiles]."""
-    rows = max(1, AT_ONCE // (HEAD + kinds.shape[1]))
-    lists = torch.cat([*map(list_at_once, kinds.split(rows))])
-    lists[:, 0] = torch.arange(len(kinds), device="cpu")
-    longest = torch.argsort(lists[:, 1] + lists[:, 2], descending=True, stable=True)
-    return lists[longest]
-
-
 def list_at_once(kinds: torch.Tensor) -> torch.Tensor:
     """The lists of a few rows, sorted at once in little memory, without their numbers."""
     lists = torch.zeros(len(kinds), list_width(kinds.shape[1]), dtype=torch.int32, device="cpu")
@@ -71,7 +60,9 @@ def list_width(tiles: int) -> int:
 def list_ahead(
     problem: Problem, tiling: Tiling, by_keys: bool, longest_first: bool = True
 ) -> torch.Tensor:
-    """The lists of all blocks of queries, or of keys, for whatever a mask's tensors hold."""
+    """The lists of all blocks of queries, or of keys, for whatever a mask's tensors hold: of each
+    its number, how many tiles are full, how many mixed, then the full, then the mixed, then the
+    empty ones; int32 [blocks, at least 3 + tiles]."""
     p, mask = problem, problem.node.mask
     assert mask is not None
     kinds = bound_tiles(mask, Block.whole(p.sizes), (tiling.block_m, tiling.block_n))
@@ -79,15 +70,13 @@ def list_ahead(
         short = p.M % tiling.block_m > 0
         kinds[-1] = kinds[-1].clamp(max=1) if short else kinds[-1]
         kinds = kinds.mT.contiguous()
-    lists = list_tiles_of(kinds)
-    return lists if longest_first else lists[lists[:, 0].argsort()]
-
-
-def shape_of_lists(problem: Problem, tiling: Tiling, by_keys: bool) -> tuple[int, int]:
-    """The shape of `list_ahead`'s lists: [blocks, at least 3 + tiles]."""
-    tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
-    lines, each = reversed(tiles) if by_keys else tiles
-    return lines, list_width(each)
+    rows = max(1, AT_ONCE // (HEAD + kinds.shape[1]))
+    lists = torch.cat([*map(list_at_once, kinds.split(rows))])
+    lists[:, 0] = torch.arange(len(kinds), device="cpu")
+    if not longest_first:
+        return lists
+    longest = torch.argsort(lists[:, 1] + lists[:, 2], descending=True, stable=True)
+    return lists[longest]
 
 
 def most_listed(fixed: Mapping[str, int]) -> int:
@@ -148,7 +137,9 @@ class ListCode:
         """The shape of the lists: [B or 1, H or 1, blocks, at least 3 + tiles]."""
         B = problem.B if "b" in self.axes else 1
         H = problem.H if "h" in self.axes else 1
-        return B, H, *shape_of_lists(problem, tiling, by_keys)
+        tiles = blocks(problem.M, tiling.block_m), blocks(problem.N, tiling.block_n)
+        lines, each = reversed(tiles) if by_keys else tiles
+        return B, H, lines, list_width(each)
 
 
 def reduced_shape(

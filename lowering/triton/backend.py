@@ -38,6 +38,7 @@ from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph
 from attn_graph.machine.philox import WORDS
+from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.spec import IN_PAIRS, MOST_INT32, TensorSpec
@@ -65,7 +66,11 @@ def no_interpreter(target: Target) -> Reason | None:
 def why_not(request: Request) -> Iterator[Reason]:
     inner = inner_facts(request)
     parts = inner.once(split_graph)
-    against = [*target_reasons(request.target)]
+    against: list[Reason] = []
+    if request.target.kind == "cuda":
+        against += old_gpu(LEAST_SM, request.target.sm)
+    if "triton" not in dict(request.target.libraries):
+        against.append(missing_library("triton", "pip install 'attn-graph[cuda]'"))
     if not parts:
         against.append(other_equations(inner.graph, pushes=True, packs=True))
     for work in (part.work for part in parts):
@@ -84,13 +89,6 @@ def inner_facts(request: Request) -> Facts:
     """The graph without the last step, if that quantises o."""
     inner = cut_last(request.graph)
     return request.facts if inner is None else facts_of(inner)
-
-
-def target_reasons(target: Target) -> Iterator[Reason]:
-    if target.kind == "cuda":
-        yield from old_gpu(LEAST_SM, target.sm)
-    if "triton" not in dict(target.libraries):
-        yield missing_library("triton", "pip install 'attn-graph[cuda]'")
 
 
 def conversion_reasons(problem: Problem) -> Iterator[Reason]:
@@ -237,7 +235,7 @@ def lower_part(part: Single, request: Request) -> Executable:
     return Executable(
         run,
         flash.scratch.bytes,
-        temporary_of(flash) + prepared_bytes(part.graph),
+        temporary_of(flash, part.graph),
         tuple(flash_notes(flash, request.options.precision)),
         launches=lambda: tuple(launch_notes(flash)),
         inspect=lambda: tuple(map(str, machines_of(flash))),
@@ -290,20 +288,23 @@ def generated_text(flash: Flash) -> str:
     return "\n".join([*filter(None, texts), *(machine.ptx for machine in machines_of(flash))])
 
 
-def temporary_of(flash: Flash) -> int:
-    """Bytes allocated by PyTorch, at most, for adding up sums and the gradient of sinks, and for
-    ordering pages."""
+def temporary_of(flash: Flash, graph: Graph) -> int:
+    """Bytes allocated by PyTorch, at most, for adding up sums and the gradient of sinks, for
+    ordering pages, for lse, and for quantised queries times their scales, before they are rounded:
+    twice in float32."""
     sums = sum(b.bytes for name, b in flash.buffers.items() if name.startswith("sums"))
     delta, rows = flash.buffers.get("delta"), 10 if flash.push else 3
     rows += 2 * ("rest" in flash.buffers)
     sinks = rows * delta.bytes if delta and flash.problem.node.sinks else 0
-    return sums + sinks + order_bytes(flash.lying)
-
-
-def prepared_bytes(graph: Graph) -> int:
-    """Bytes of quantised queries times their scales, before they are rounded: twice in float32."""
     scaled = (eqn.outs[0] for eqn in graph.eqns[:-1] if isinstance(eqn.op, Dequantise))
-    return sum(8 * x.bytes // x.dtype.itemsize for x in scaled)
+    prepared = sum(8 * x.bytes // x.dtype.itemsize for x in scaled)
+    return sums + sinks + order_bytes(flash.lying) + copied_lse(flash) + prepared
+
+
+def copied_lse(flash: Flash) -> int:
+    """Bytes of a copy of lse for the gradient, if it is declared otherwise than in C order."""
+    lse = flash.lying.saved.get("lse")
+    return 0 if lse is None or lse.is_dense else lse.type.bytes
 
 
 def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
@@ -313,6 +314,8 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
         made = "becomes float16 by integer arithmetic, at up to twice the instructions of e5m2"
         yield f"{names}: float8_e4m3fn {made}: sm_{flash.target.sm} has none for it"
     yield from flash.division.splitlines()
+    if count := copied_lse(flash):
+        yield f"lse is copied, {format_bytes(count)}, in C order"
     for name, spec in flash.specs().items():
         if len(spec.shape) < 4:
             continue
@@ -322,15 +325,16 @@ def flash_notes(flash: Flash, precision: Precision) -> Iterator[str]:
 
 def launch_notes(flash: Flash) -> Iterator[str]:
     """The launches, for `explain`: how many programs, and how often they fill the GPU."""
-    from attn_graph.lowering.triton.programs import describe_waves
+    from attn_graph.lowering.triton.programs import processors_of
 
+    processors = processors_of(flash.target)
     for launch in flash.launches:
         sizes = [str(launch.fixed[n]) for n in ("BLOCK_M", "BLOCK_N") if n in launch.fixed]
         tile = f"tiles of {' x '.join(sizes)}, " if len(sizes) == 2 else ""
         work = f"{launch.warps} warps, {count_of(launch.stages, 'stage')}"
-        long = "LAST_FIRST" in launch.fixed
-        waves = describe_waves(launch.grid, flash.target) if long else ""
-        programs = ", ".join(filter(None, (count_of(launch.grid, "program"), waves)))
+        programs = count_of(launch.grid, "program")
+        if "LAST_FIRST" in launch.fixed and processors is not None:
+            programs += f", {launch.grid / processors:.3g} waves"
         yield f"{launch.kernel}: {programs}, {tile}{work}"
 
 

@@ -17,8 +17,8 @@ from attn_graph.ir.transforms.gradient_ops import (
     sink_gradient,
     sink_gradient_tangent,
 )
-from attn_graph.ir.transforms.tangents import AttentionJvp, GradientTangents
-from attn_graph.lowering.problem import read_operands, read_specs, select_outputs
+from attn_graph.ir.transforms.tangents import AttentionJvp
+from attn_graph.lowering.problem import read_operands, select_outputs
 from attn_graph.lowering.request import Options
 from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms
 from attn_graph.lowering.triton.places import (
@@ -122,7 +122,9 @@ class TritonCall:
         """The tangents of the wanted gradients, of an AttentionJvp."""
         op: AttentionJvp = self.graph.eqns[0].op.jvp
         x = op.directions(self.operands(tensors))
-        named = self.name_gradient(x.read, NO_ROOMS) | name_directions(x)
+        named = self.name_gradient(x.read, NO_ROOMS)
+        named |= {"to": x.to, "to.strides": x.to.stride(), "tlse": x.tlse.contiguous()}
+        named |= {"tdo": x.tdo, "tdlse": x.tdlse}
         moved = op.attention.split(x.own).sinks
 
         def of_sinks(sinks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -193,7 +195,7 @@ class TritonCall:
         scratch. tables: of packed operands and of keys in pages."""
         flash, device = self.flash, operands[0].device
         flash.check()
-        named |= name_operands(flash, operands, tables) | name_tangents(flash, moved)
+        named |= name_operands(flash, operands, moved, tables)
         named |= {name: self.table(name, device) for name in flash.tables}
         with self.options.workspace.lease(flash.scratch, device) as scratch:
             named |= scratch
@@ -215,32 +217,24 @@ def by_number(grad: AttentionGrad, rooms: Rooms) -> Rooms:
 
 
 def name_operands(
-    flash: Flash, operands: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
+    flash: Flash,
+    operands: Sequence[torch.Tensor],
+    moved: Sequence[torch.Tensor | None],
+    tables: Sequence[torch.Tensor],
 ) -> Named:
-    """The operands of an attention and its tables, by their names in launches."""
+    """The operands of an attention, their tangents and its tables, by their names in launches. Of
+    the tensors of modifiers the tangents come last."""
     given = flash.problem.node.split(operands)
-    data = (x for each in (*given.modifiers, given.mask) for x in each.values())
+    data = [x for each in (*given.modifiers, given.mask) for x in each.values()]
     named: Named = {"q": given.q, "k": given.k, "v": given.v, "sinks": given.sinks}
     named |= {name: named[name].view(torch.uint8) for name in flash.as_bytes}
     named |= {"seed": given.seed, "offset": given.offset}
     named |= kernel_tensors(flash.lying, given.mask, tables)
+    if moved:
+        t = flash.problem.node.split(moved)
+        named |= {"tq": t.q, "tk": t.k, "tv": t.v, "tsinks": t.sinks}
+        data += [x for each in t.modifiers for x in each.values() if x is not None]
     return named | {f"data.{k}": x for k, x in enumerate(data)}
-
-
-def name_tangents(flash: Flash, moved: Sequence[torch.Tensor | None]) -> Named:
-    """The tangents of the operands, by name; of modifiers' tensors last."""
-    if not moved:
-        return {}
-    x, first = flash.problem.node.split(moved), len(read_specs(flash.problem))
-    steps = (t for each in x.modifiers for t in each.values() if t is not None)
-    named: Named = {"tq": x.q, "tk": x.k, "tv": x.v, "tsinks": x.sinks}
-    return named | {f"data.{first + k}": t for k, t in enumerate(steps)}
-
-
-def name_directions(x: GradientTangents[torch.Tensor]) -> Named:
-    """Other tensors for kernels of tangents of gradients, beside tangents of operands."""
-    named: Named = {"to": x.to, "to.strides": x.to.stride(), "tlse": x.tlse.contiguous()}
-    return named | {"tdo": x.tdo, "tdlse": x.tdlse}
 
 
 def shrink_by_rest(surplus: torch.Tensor, scratch: Scratch) -> torch.Tensor:

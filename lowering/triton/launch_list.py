@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -207,32 +208,25 @@ class LaunchList:
         return self.lists[sizes]
 
     def make_lists(self, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """Add the list, or the launch for it."""
+        """Add the list, or the launches of each call for it where data decide the tiles, or
+        planning would take long."""
+        p, lists = self.problem, None
         name = f"lists{len(self.buffers) + len(self.tables)}"
-        try:
-            shape = self.ranged(name, tiling, by_keys) if self.lists_on_device(tiling) else None
-        except Untraceable:
-            shape = None  # then from `span` and `surely`, for whatever the data may be
-        if shape is None:
+        if blocks(p.M, tiling.block_m) > MOST_AHEAD or needs_of(mask):
+            with suppress(Untraceable):  # else ahead, for whatever the data may be
+                own = self.data()[: len(read_specs(p))]
+                lists = DeviceLists.plan(name, p, tiling, by_keys, own)
+        if lists is None:
             first = not self.lying.sides
-            self.tables[name] = list_ahead(self.problem, tiling, by_keys, longest_first=first)
+            self.tables[name] = list_ahead(p, tiling, by_keys, longest_first=first)
             shape = (1, 1, *self.tables[name].shape)
+        else:
+            self.buffers |= lists.buffers
+            self.launches += lists.launches
+            shape = lists.shape
         strides = dense_strides(shape)[:3]
         strides = tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=False))
         return {"lists_ptr": name}, {"lists_strides": strides, "LISTED": True}
-
-    def lists_on_device(self, tiling: Tiling) -> bool:
-        """True if each call lists the tiles: data decide them, or planning would take long."""
-        mask, count = self.problem.node.mask, blocks(self.problem.M, tiling.block_m)
-        return count > MOST_AHEAD or bool(needs_of(mask))
-
-    def ranged(self, name: str, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-        """Add the launches for lists on the device; their shape."""
-        own = self.data()[: len(read_specs(self.problem))]
-        lists = DeviceLists.plan(name, self.problem, tiling, by_keys, own)
-        self.buffers |= lists.buffers
-        self.launches += lists.launches
-        return lists.shape
 
     def launch(
         self, kernel: str, lines: int, tile: Tiling, own: Pointers | None = None,
@@ -294,19 +288,13 @@ def may_be_far(problem: Problem) -> bool:
     return node.sinks or not capped
 
 
-def rows_weighed(problem: Problem, invariant: bool) -> int:
-    """0, DIAGONAL or ALL: the rows with sum_j p z dp as delta. invariant: the keys a cache has room
-    for may not decide it. Listed tiles may follow them."""
-    if problem.gathers or (problem.drops_rounded and invariant):
-        return ALL
-    return DIAGONAL if problem.drops_rounded else 0
-
-
 def add_weight_sums(plan: LaunchList) -> None:
     """Add the launch, for a gradient in need of it."""
     p, lying, pass_ = plan.problem, plan.lying, PASS_OF["query_gradient"]
-    given = "do" in lying.large and plan.push is None
-    weighed = rows_weighed(p, plan.invariant) if given else 0
+    weighed = 0  # or the rows with sum_j p z dp as delta, DIAGONAL or ALL
+    if (p.gathers or p.drops_rounded) and "do" in lying.large and plan.push is None:
+        # The keys that a cache has room for may not decide it, and listed tiles may follow them.
+        weighed = ALL if p.gathers or plan.invariant else DIAGONAL
     if may_be_far(p):
         plan.buffers["rest"] = Buffer(row_lines(lying), plan.buffers["delta"].dtype)
     elif not weighed:

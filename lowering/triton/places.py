@@ -85,13 +85,6 @@ def kernel_steps(lying: Lying, side: str) -> tuple[int, ...]:
     return (*(0 if x is None else x.strides[0] for x in specs), step)
 
 
-def kernel_lengths(lying: Lying) -> dict[str, str]:
-    """The lengths equal to M or N of a batch entry in kernels, and read there."""
-    pointers = kernel_pointers(lying)
-    names = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")
-    return {name: size for name, size in names if f"{name}_ptr" in pointers}
-
-
 def kernel_tensors(
     lying: Lying, mask: Mapping[str, torch.Tensor], tables: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -102,24 +95,19 @@ def kernel_tensors(
 
 def kernel_sizes(lying: Lying) -> dict[str, int | tuple[int, ...] | None]:
     """Facts of packed tensors and of pages for kernels, by parameter."""
+    # How many starts of sequences a program reads at once: few sizes, since each is a kernel.
+    batch = next((n for n in (2**5, 2**8, 2**12) if n >= lying.problem.B + 2), MOST_BATCH)
     return {
         "B": lying.problem.B,
         "T": lying.T,
         "T_KEYS": lying.T_keys,
-        "BATCH": batch_room(lying.problem.B) if lying.sides else 0,
+        "BATCH": batch if lying.sides else 0,
         "q_steps": kernel_steps(lying, "rows"),
         "kv_steps": kernel_steps(lying, "keys"),
         "pages_stride": lying.pages.strides[0] if lying.pages else 0,
         "POOL": lying.specs[1].shape[0] if lying.pages else 0,
         "PAGE": lying.page,
     }
-
-
-def kernel_dtypes(lying: Lying) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of the places of sequences."""
-    mask = lying.problem.by_role.mask
-    dtypes = {name: x.dtype for name, x in lying.tables.items()}
-    return dtypes | {n: mask[n].dtype for n in LENGTHS.values() if n in mask}
 
 
 def lying_reasons(lying: Lying) -> Iterator[Reason]:
@@ -155,11 +143,6 @@ def block_reasons(lying: Lying) -> Iterator[Reason]:
         if blocks[0] > 1 and "keys" in lying.sides:
             limit = "has scales of blocks of rows of padded keys or pages, not of packed ones"
             yield Reason(f"packed_scales.{name}", limit, own)
-
-
-def batch_room(sequences: int) -> int:
-    """How many starts of sequences a program reads at once: few sizes, since each is a kernel."""
-    return next((room for room in (2**5, 2**8, 2**12) if room >= sequences + 2), MOST_BATCH)
 
 
 def sums_pages(lying: Lying) -> bool:

@@ -10,6 +10,7 @@ from typing import final
 import torch
 from attrs import Factory, define, evolve, field, frozen
 
+from attn_graph.ir.storage.packed import LENGTHS
 from attn_graph.kernels.tilings import (
     DELTA,
     MERGE,
@@ -44,14 +45,18 @@ from attn_graph.lowering.triton.places import (
     DTYPES,
     NAMED,
     ORDER,
-    kernel_dtypes,
     kernel_strides,
     key_programs,
     row_lines,
     row_programs,
     sums_pages,
 )
-from attn_graph.lowering.triton.programs import collect_tiling, processors_of, takes_tf32
+from attn_graph.lowering.triton.programs import (
+    choose_tiling,
+    fewer_in_flight,
+    processors_of,
+    takes_tf32,
+)
 from attn_graph.lowering.triton.work import Push, Work, lying_of, tangent_specs, trace
 from attn_graph.machine.target import Target
 from attn_graph.machine.torch_switches import Precision
@@ -141,7 +146,10 @@ class Flash:
         dtypes |= {f"grad{n}": spec.dtype for n, spec in enumerate(p.specs)}
         read = (*read_specs(p), *tangent_specs(self.push))
         dtypes |= {f"data.{k}": spec.dtype for k, spec in enumerate(read)}
-        dtypes |= kernel_dtypes(self.lying) | (DTYPES if sums_pages(self.lying) else {})
+        places, mask = self.lying.tables, p.by_role.mask
+        dtypes |= {name: x.dtype for name, x in places.items()}
+        dtypes |= {n: mask[n].dtype for n in LENGTHS.values() if n in mask}
+        dtypes |= DTYPES if sums_pages(self.lying) else {}
         dtypes |= {name: buffer.dtype for name, buffer in self.buffers.items()}
         return dtypes | {name: table.dtype for name, table in self.tables.items()}
 
@@ -174,9 +182,6 @@ class FlashBuilder(LaunchList):
             self.backward()
         else:
             self.forward()
-        return self.finish()
-
-    def finish(self) -> Flash:
         made = tuple(self.launches), self.buffers, self.tables, dict(self.results())
         more = "\n".join(dict.fromkeys(filter(None, self.notes))), self.lying, self.push
         return Flash(self.problem, self.target, self.code, self.precision, *made, *more)
@@ -395,11 +400,13 @@ class FlashBuilder(LaunchList):
 
     def collect(self, n: int, collected: Contribution) -> None:
         """The gradient of operand n: whole, or as sums still to add up."""
-        tile = (
-            collect_tiling(self.lying.flat, self.target, self.variant)
-            if self.push is None
-            else self.tiling("query_gradient")
-        )
+        pass_ = PASS_OF["query_gradient"]
+        tile = self.tiling(pass_)
+        if self.push is None:
+            # These kernels have no copy engine, and hold two tiles of scores.
+            flat = self.lying.flat
+            tile = choose_tiling(flat, self.target, pass_, self.variant, dense=False)
+            tile = fewer_in_flight(tile)
         texts = {"COLLECT": collected.source}
         whole = {*"ij"} <= {*collected.axes}
         (self.collect_places if whole else self.collect_lines)(n, collected, tile, texts)

@@ -65,29 +65,18 @@ def gathers_by_distance(problem: Problem) -> bool:
     return any("n" in data.axes for m in problem.node.modifiers for data in m.needs.values())
 
 
-def gathers_by_place(problem: Problem) -> bool:
-    """True if the mask reads a tensor by query and key."""
-    mask = problem.node.mask
-    each = () if mask is None else (data.axes for data in mask.needs.values() if data)
-    return any({"i", "j"} <= {*axes} or {"x", "y"} <= {*axes} for axes in each)
-
-
 def features_of(problem: Problem) -> Iterator[str]:
     """What may have a tile of its own, what takes the most registers first."""
     if gathers_by_distance(problem):
         yield "gathered"
-    if gathers_by_place(problem):
-        yield "placed"
+    mask = problem.node.mask
+    read = () if mask is None else (data.axes for data in mask.needs.values() if data)
+    if any({"i", "j"} <= {*axes} or {"x", "y"} <= {*axes} for axes in read):
+        yield "placed"  # by query and key
     if any(m.needs for m in problem.node.modifiers):
         yield "biased"
     if problem.node.dropout:
         yield "dropout"
-
-
-def collect_tiling(problem: Problem, target: Target, variant: str | None = None) -> Tiling:
-    """The tile of a modifier's own gradient: dq's without the copy engine, which these kernels do
-    not have, and two in flight, since they hold two tiles of scores."""
-    return fewer_in_flight(choose_tiling(problem, target, "query_gradient", variant, dense=False))
 
 
 def fewer_in_flight(tile: Tiling) -> Tiling:
@@ -182,12 +171,6 @@ def places_of(target: Target, tile: Tiling) -> int | None:
     """How many programs run at once; None: not known."""
     processors = processors_of(target)
     return None if processors is None else processors * tile.resident
-
-
-def describe_waves(count: int, target: Target) -> str:
-    """ "3.9 waves": how often all multiprocessors are filled; "" for a GPU of unknown size."""
-    processors = processors_of(target)
-    return "" if processors is None else f"{count / processors:.3g} waves"
 
 
 def heads_together(

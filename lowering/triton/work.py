@@ -11,11 +11,12 @@ from attrs import evolve, frozen
 from attn_graph.ir.attention import Operands
 from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.layouts import result_spec
+from attn_graph.ir.storage.packed import LENGTHS
 from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, has_problem, operand_specs
-from attn_graph.lowering.triton.places import kernel_lengths
+from attn_graph.lowering.triton.places import kernel_pointers
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:  # imported on use: not needed on machines without a GPU
@@ -88,8 +89,10 @@ def trace(work: Work) -> DeviceCode:
     from attn_graph.lowering.codegen.device_code import Tracer
 
     steps, lying = work.steps if isinstance(work, Push) else None, lying_of(work)
-    lengths, paged = kernel_lengths(lying), lying.pages is not None
-    return Tracer.of(work.problem, steps, sizes=lengths, paged=paged).trace()
+    pointers, paged = kernel_pointers(lying), lying.pages is not None
+    named = (LENGTHS["rows"], "M"), (LENGTHS["keys"], "N")  # equal in kernels that read these
+    sizes = {name: size for name, size in named if f"{name}_ptr" in pointers}
+    return Tracer.of(work.problem, steps, sizes=sizes, paged=paged).trace()
 
 
 def is_tangent(op: Op) -> bool:
