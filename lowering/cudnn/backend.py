@@ -29,7 +29,7 @@ from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
-from attn_graph.machine.target import FRONTEND, Target
+from attn_graph.machine.target import FRONTEND
 from attn_graph.spec import NAMES
 
 if TYPE_CHECKING:  # imported on use: a large table, not needed on CPUs
@@ -44,20 +44,7 @@ WIDE_ROWS, WIDE_KEYS = 200, (251, 700)  # the most queries, and the keys of self
 
 
 def why_not(request: Request) -> Iterator[Reason]:
-    yield from library_reasons(request.target)
-    yield from request.options.switched_off("cudnn")
-    case = read_case(request)
-    if case is None:
-        reason = other_equations(request.graph, packs=True)
-        yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
-    else:
-        yield from request.options.varying(VARIES)
-        yield from case_reasons(case, request)
-
-
-def library_reasons(target: Target) -> Iterator[Reason]:
-    """Missing parts: cuDNN or its frontend."""
-    backend, frontend = target.cudnn_versions
+    backend, frontend = request.target.cudnn_versions
     if frontend is None:
         yield missing_library(FRONTEND, "pip install 'attn-graph[cuda]'")
     if backend is None:
@@ -66,6 +53,14 @@ def library_reasons(target: Target) -> Iterator[Reason]:
             "PyTorch's CUDA build brings it; to plan without a GPU, "
             "pip install 'attn-graph[offline]'",
         )
+    yield from request.options.switched_off("cudnn")
+    case = read_case(request)
+    if case is None:
+        reason = other_equations(request.graph, packs=True)
+        yield evolve(reason, limit=UNREAD) if reason.key == "quantised" else reason
+    else:
+        yield from request.options.varying(VARIES)
+        yield from case_reasons(case, request)
 
 
 def case_reasons(case: Case, request: Request) -> Iterator[Reason]:
@@ -125,22 +120,14 @@ def lower(request: Request) -> Executable:
 def needs(case: Case, call: CudnnCall, graph: Graph, need: int | None) -> Foreseen:
     """A call's memory besides cuDNN's own `need` bytes of workspace (None: not known), and notes
     for `explain`."""
-    from attn_graph.lowering.cudnn.run import leased_bytes, run_notes, temporary_bytes
+    from attn_graph.lowering.cudnn.run import buffers, run_notes, temporary_bytes
+    from attn_graph.machine.workspace import Scratch
 
     return Foreseen(
-        None if need is None else leased_bytes(case, call, need),
+        None if need is None else Scratch(buffers(case, call, need)).bytes,
         temporary_bytes(case, call, graph),
-        (*split_notes(case), *run_notes(case, call, graph)),
+        tuple(run_notes(case, call, graph)),
     )
-
-
-def split_notes(case: Case) -> Iterator[str]:
-    """For `explain`: into how many parts cuDNN splits the keys of one query."""
-    from attn_graph.lowering.cudnn.memory import key_splits
-
-    if case.pass_ == "forward" and (splits := key_splits(case)) > 1:
-        B = case.problem.B
-        yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
 
 
 def foresees(request: Request) -> Foreseen:

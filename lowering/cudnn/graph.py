@@ -146,22 +146,18 @@ def forward_call(
 ) -> CudnnCall:
     """The call of `sdpa`, or of `sdpa_fp8` for quantised tensors; options: as the frontend takes
     them."""
-    output, scales = result_slot("o", "o", problem.o), [*scale_slots(problem)]
+    output, scales = result_slot("o", "o", problem.o), list[Slot]()
+    if problem.scales:  # of quantised tensors, then of weights and of o
+        scales = [scale_slot(f"descale_{name}", f"{name}_scale") for name in "qkv"]
+        scales += [scale_slot("descale_s", f"{1 / WEIGHT_SCALE}")]
+        scales += [scale_slot("scale_s", f"{WEIGHT_SCALE}")]
+        scales += [scale_slot("scale_o", "o_scale" if problem.narrow_o else "1.0")]
     inputs = (*operand_slots(problem), *scales, *lengths)
     largest = [scale_slot("amax_o", "amax")] if problem.narrow_o else []
     lse = lse_slot(problem)
     stats = (evolve(lse, argument=STATISTICS[x], source=x) for x in problem.node.stats)
     outputs = (output, *stats, *largest)
     return CudnnCall("sdpa_fp8" if scales else "sdpa", inputs, outputs, tuple(options.items()))
-
-
-def scale_slots(problem: Problem) -> Iterator[Slot]:
-    """The scales of quantised tensors, and those of weights and of o."""
-    if problem.scales:
-        yield from (scale_slot(f"descale_{name}", f"{name}_scale") for name in "qkv")
-        yield scale_slot("descale_s", f"{1 / WEIGHT_SCALE}")
-        yield scale_slot("scale_s", f"{WEIGHT_SCALE}")
-        yield scale_slot("scale_o", "o_scale" if problem.narrow_o else "1.0")
 
 
 def backward_call(
@@ -175,8 +171,19 @@ def backward_call(
     if given.do:
         results.append(slot("dO", "do", dense_like(given.do) if clears else given.do))
     inputs = (*operand_slots(problem), *results, lse_slot(problem), *lengths)
-    outputs = tuple(gradient_slots(problem))
-    return CudnnCall("sdpa_backward", inputs, outputs, tuple(options.items()))
+    outputs = []  # dQ, dK and dV are always computed, those of bias and sinks if wanted
+    for source, spec in zip("qkv", problem.specs, strict=False):
+        due = problem.lay(f"d{source}", spec.shape, spec)
+        outputs.append(result_slot(f"d{source.upper()}", f"d{source}", due))
+    for role, spec, wants in zip(
+        problem.node.roles, problem.specs, problem.grad.wants, strict=False
+    ):
+        if wants and role == "bias":
+            strides = dense_strides(spec.shape)
+            outputs.append(Slot("dBias", "dbias", spec.shape, strides, spec.dtype))
+        if wants and role == "sinks":
+            outputs.append(per_head_slot("dSink_token", "dsinks", problem.H))
+    return CudnnCall("sdpa_backward", inputs, tuple(outputs), tuple(options.items()))
 
 
 def operand_slots(problem: Problem) -> Iterator[Slot]:
@@ -194,20 +201,6 @@ def lse_slot(problem: Problem) -> Slot:
     """lse [B,H,M] as cuDNN has it: [B,H,M,1], packed, in float32."""
     shape = (problem.B, problem.H, problem.M, 1)
     return Slot("stats", "lse", shape, dense_strides(shape), torch.float32)
-
-
-def gradient_slots(problem: Problem) -> Iterator[Slot]:
-    """dQ, dK, dV, always computed by cuDNN, and the gradients of bias and sinks if wanted."""
-    assert problem.grad is not None
-    for source, spec in zip("qkv", problem.specs, strict=False):
-        due = problem.lay(f"d{source}", spec.shape, spec)
-        yield result_slot(f"d{source.upper()}", f"d{source}", due)
-    wanted = zip(problem.node.roles, problem.specs, problem.grad.wants, strict=False)
-    for role, spec, wants in wanted:
-        if wants and role == "bias":
-            yield Slot("dBias", "dbias", spec.shape, dense_strides(spec.shape), spec.dtype)
-        if wants and role == "sinks":
-            yield per_head_slot("dSink_token", "dsinks", problem.H)
 
 
 def length_slots(problem: Problem, mask: CudnnMask, padded: bool) -> Iterator[Slot]:

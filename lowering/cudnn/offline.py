@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,11 +70,14 @@ def ask_cudnn(
         Path(folder, "requests.json").write_text(json.dumps(requests))
         program = (python, "-P", cudnn_builder.__file__, driver_library(folder), folder)
         failure, _ = run_apart(program, seconds=PATIENCE * (1 + len(calls)))
-        reports = [json.loads(line) for line in read_lines(Path(folder, "answers.jsonl"))]
+        answers = Path(folder, "answers.jsonl")  # missing if the process fails at once
+        lines = answers.read_text().splitlines() if answers.exists() else []
+        reports = [json.loads(line) for line in lines]
         if failure or len(reports) != 1 + len(calls):
             at = f", at call {len(reports)} of {len(calls)}" if len(calls) > 1 else ""
             raise RefusedError(dead_planner((failure or "ended without an answer") + at))
-        plans = [read_contents(Path(folder, f"{n}.plan")) for n in range(len(calls))]
+        paths = [Path(folder, f"{n}.plan") for n in range(len(calls))]
+        plans = [path.read_bytes() if path.exists() else b"" for path in paths]
     return parse_versions(reports[0]), [
         Answer(*each) for each in zip(reports[1:], plans, strict=True)
     ]
@@ -85,17 +88,6 @@ def parse_versions(numbers: dict[str, Any]) -> tuple[Version, Version]:  # Any: 
     n = numbers["backend"]
     major, minor, patch = map(int, numbers["frontend"].split(".")[:3])
     return (n // 10000, n // 100 % 100, n % 100), (major, minor, patch)
-
-
-def read_contents(path: Path) -> bytes:
-    """The bytes of a file; none if it does not exist."""
-    return path.read_bytes() if path.exists() else b""
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a file; none if it does not exist."""
-    if path.exists():
-        yield from path.read_text().splitlines()
 
 
 def check_frontend() -> None:

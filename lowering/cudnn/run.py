@@ -34,6 +34,7 @@ from attn_graph.ir.storage.paging import readable_table, seen_by_entry
 from attn_graph.ir.storage.scaling import O_SCALE, SCALES
 from attn_graph.lowering.cudnn import builder as cudnn_builder
 from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
+from attn_graph.lowering.cudnn.memory import key_splits
 from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.lying import DECLARED, SIDES, copy_cleared, quantised_places
@@ -240,12 +241,17 @@ class Run:
         """Write the table of pages, and offsets in elements: those by one tensor of starts at once.
         The offsets, by argument."""
         made: Named = {}
+        p, lying = self.case.problem, self.case.lying
         for name, slots in self.offsets.items():
             table = room[name][:, : slots[0].shape[0]]
             torch.mul(self.steps(name, table), x[name], out=table)
             made |= {slot.argument: row for slot, row in zip(slots, table, strict=True)}
         if self.case.is_paged:
-            room["pages"].copy_(self.used_pages(x["pages"], x))
+            # The first page of an entry that some query sees (0 without one) stands in place of
+            # pages that none sees: cuDNN may read them.
+            data = {name: x[name] for name in needs_of(p.node.mask)}
+            seen = seen_by_entry(p.node.mask, x["pages"], p.M, p.N, data)
+            room["pages"].copy_(readable_table(lying.page, x["pages"], seen))
         return made
 
     @cached_property
@@ -257,14 +263,6 @@ class Run:
         each = [slot.step for slot in self.offsets[name]]
         device, dtype = table.device, table.dtype
         return self.sizes.get((name, device), lambda: column_of(each, device, dtype))
-
-    def used_pages(self, table: torch.Tensor, x: Named) -> torch.Tensor:
-        """The table, with the first page of an entry that some query sees (0 without one) in place
-        of pages that none sees: cuDNN may read them."""
-        p = self.case.problem
-        data = {name: x[name] for name in needs_of(p.node.mask)}
-        seen = seen_by_entry(p.node.mask, table, p.M, p.N, data)
-        return readable_table(self.case.lying.page, table, seen)
 
     # Arguments
 
@@ -297,8 +295,10 @@ class Run:
         name = slot.argument if slot.argument in known else slot.source
         given = known[name] if name in known else self.number(name, known["q"].device)
         if slot.source in VECTORS:
-            vector = readable_vector(given, slot.dtype)
-            return vector.reciprocal() if slot.source == O_SCALE else vector
+            dense = given.dtype == slot.dtype and given.is_contiguous()
+            if not dense or given.data_ptr() % ALIGNED:
+                given = torch.empty(given.shape, dtype=slot.dtype, device=given.device).copy_(given)
+            return given.reciprocal() if slot.source == O_SCALE else given
         return given if self.case.problem.grad is None else on_boundary(given)  # of autograd's
 
     def number(self, text: str, device: torch.device) -> torch.Tensor:
@@ -319,10 +319,18 @@ class Run:
         return shape, dense_strides(shape)
 
     def blank(self, slot: Slot, x: Named, rooms: Rooms) -> torch.Tensor:
-        """An empty result; lse has its value for rows without keys."""
-        if slot.source == "lse" and slot.offsets:
-            return self.blank_lse(x)
-        return room_or_new(rooms, slot.source, self.blanks[slot.source], x["q"].device)
+        """An empty result; lse [T,H] of packed rows is that of rows without keys: -inf, or in a
+        sequence without keys the sinks."""
+        device = x["q"].device
+        if slot.source != "lse" or not slot.offsets:
+            return room_or_new(rooms, slot.source, self.blanks[slot.source], device)
+        shape = self.totals["rows"], self.case.problem.H
+        made = torch.empty(shape, dtype=torch.float32, device=device)
+        if self.case.lying.leaves_none:
+            return made
+        if "sinks" not in x or self.case.lying.alike:
+            return made.fill_(-INF)
+        return made.copy_(x["sinks"]).masked_fill_(self.absent(("rows",), x)["rows"][..., 0], -INF)
 
     @cached_property
     def blanks(self) -> dict[str, ResultLayout]:
@@ -342,16 +350,6 @@ class Run:
             return bool(self.totals)
         return bool(slot.offsets) and not self.case.lying.leaves_none
 
-    def blank_lse(self, x: Named) -> torch.Tensor:
-        """lse [T,H] of rows without keys: -inf, or in a sequence without keys the sinks."""
-        shape = self.totals["rows"], self.case.problem.H
-        made = torch.empty(shape, dtype=torch.float32, device=x["q"].device)
-        if self.case.lying.leaves_none:
-            return made
-        if "sinks" not in x or self.case.lying.alike:
-            return made.fill_(-INF)
-        return made.copy_(x["sinks"]).masked_fill_(self.absent(("rows",), x)["rows"][..., 0], -INF)
-
     @cached_property
     def pairs_sides(self) -> bool:
         """True if the keys of an entry, or its queries, are packed, or end in pages by a length: it
@@ -370,23 +368,19 @@ class Run:
             if name == "lse" and side in self.totals:
                 made[name] = self.by_heads(t, rooms)
             elif self.pairs_sides and side and side not in self.totals:
+                # Entries whose other side has no rows.
                 empty = (ends[OTHER[side]] == 0).view(-1, *(1 for _ in t.shape[1:]))
-                made[name] = self.without_partner(name, t, empty, x)
+                if name == "lse":
+                    blind = x["sinks"][:, None] if "sinks" in x else t.new_full((), -INF)
+                    torch.where(empty, blind, t, out=t)
+                else:
+                    t.masked_fill_(empty, 0.0)
 
     def by_heads(self, lse: torch.Tensor, rooms: Rooms) -> torch.Tensor:
         """lse [T,H] as [H,T]: as it lies if only a gradient reads it."""
         if not returns_lse(self.graph):
             return lse.T
         return rooms["lse"].copy_(lse.T) if "lse" in rooms else lse.T.contiguous()
-
-    def without_partner(
-        self, name: str, t: torch.Tensor, empty: torch.Tensor, x: Named
-    ) -> torch.Tensor:
-        """A padded result, with 0 in `empty` entries: their other side has no rows."""
-        if name != "lse":
-            return t.masked_fill_(empty, 0.0)
-        blind = x["sinks"][:, None] if "sinks" in x else t.new_full((), -INF)
-        return torch.where(empty, blind, t, out=t)
 
 
 def offset_slots(call: CudnnCall, same_starts: bool) -> dict[str, list[Slot]]:
@@ -399,13 +393,6 @@ def offset_slots(call: CudnnCall, same_starts: bool) -> dict[str, list[Slot]]:
     return slots
 
 
-def offset_room(slots: Sequence[Slot]) -> Buffer:
-    """Memory for the table of some offsets: each row begins at a multiple of ALIGNED bytes."""
-    dtype = slots[0].dtype
-    each = ALIGNED // dtype.itemsize
-    return Buffer((len(slots), -(-slots[0].shape[0] // each) * each), dtype)
-
-
 def column_of(numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     with neutral_state():
         host = torch.tensor(numbers, dtype=dtype)[:, None]
@@ -416,18 +403,13 @@ def buffers(case: Case, call: CudnnCall, need: int) -> dict[str, Buffer]:
     """The memory of a call, by purpose. need: bytes of cuDNN's workspace."""
     table = case.lying.pages
     room = {"workspace": Buffer((need,), torch.uint8)} if need else {}
-    room |= {
-        name: offset_room(slots)
-        for name, slots in offset_slots(call, case.lying.same_starts).items()
-    }
+    for name, slots in offset_slots(call, case.lying.same_starts).items():
+        dtype = slots[0].dtype
+        each = ALIGNED // dtype.itemsize  # rows of the table begin at multiples of ALIGNED bytes
+        room[name] = Buffer((len(slots), -(-slots[0].shape[0] // each) * each), dtype)
     if table:
         room["pages"] = Buffer(table.shape, torch.int32)
     return room
-
-
-def leased_bytes(case: Case, call: CudnnCall, need: int) -> int:
-    """Bytes of `buffers`."""
-    return Scratch(buffers(case, call, need)).bytes
 
 
 def temporary_bytes(case: Case, call: CudnnCall, graph: Graph) -> int:
@@ -453,6 +435,9 @@ def slot_bytes(x: Slot, case: Case) -> int:
 
 
 def run_notes(case: Case, call: CudnnCall, graph: Graph) -> Iterator[str]:
+    if case.pass_ == "forward" and (splits := key_splits(case)) > 1:
+        B = case.problem.B
+        yield f"keys in {splits} parts, as many as cuDNN takes for a batch of {B}, and a merge"
     for name in copied_vectors(graph):
         yield f"{name} is copied to a dense {NAMES[VECTORS[name]]} at each call"
     sizes = {x.source: format_bytes(slot_bytes(x, case)) for x in call.inputs}
@@ -482,11 +467,3 @@ def copied_vectors(graph: Graph) -> list[str]:
     named = named or dict(zip(eqn.op.roles, operand_specs(graph, eqn), strict=True))
     short = ((n, x) for n, x in named.items() if n in VECTORS)
     return [n for n, x in short if not (x.dtype == VECTORS[n] and x.is_dense)]
-
-
-def readable_vector(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The vector in this dtype, packed and aligned for cuDNN; a copy unless it already is."""
-    dense = x.dtype == dtype and x.is_contiguous()
-    if dense and not x.data_ptr() % ALIGNED:
-        return x
-    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)

@@ -18,7 +18,7 @@ from attn_graph.spec import TensorSpec, dense_strides
 LEAST_STEP = 64  # rows: the grain of planned totals of backwards
 GRAIN = 4  # bits of a planned total: it exceeds the number of rows by an eighth at most
 TOTALS = {"rows": "max_total_seq_len_q", "keys": "max_total_seq_len_kv"}
-TABLES = ("paged_attention_k_table", "paged_attention_v_table")
+TABLES = ("paged_attention_k_table", "paged_attention_v_table")  # one tensor
 
 
 # The call
@@ -32,10 +32,12 @@ def pack_call(call: CudnnCall, lying: Lying) -> CudnnCall:
     starts = dict.fromkeys(start_slot(x, lying) for x in packed)
     bounds = {TOTALS[side]: round_total(T) for side, T in lying.totals.items()}
     options = call.options + (tuple(bounds.items()) if call.name == "sdpa_backward" else ())
-    tables = table_slots(lying)
-    if tables:
-        most = tables[0].shape[2] * lying.page
-        options += (("paged_attention_max_seq_len_kv", most),)
+    tables: tuple[Slot, ...] = ()
+    if lying.pages is not None:
+        B, pages = lying.pages.shape
+        shape, strides = (B, 1, pages, 1), dense_strides((B, 1, pages, 1))
+        tables = tuple(Slot(x, "pages", shape, strides, torch.int32) for x in TABLES)
+        options += (("paged_attention_max_seq_len_kv", pages * lying.page),)
     return CudnnCall(call.name, (*own, *starts, *tables), outputs, options)
 
 
@@ -71,15 +73,6 @@ def start_slot(x: Slot, lying: Lying) -> Slot:
     source, step = STARTS[SIDES[x.source]], x.strides[2]
     shape, dtype = (x.shape[0] + 1, 1, 1, 1), torch.int32 if lying.T is None else torch.int64
     return Slot(x.offsets, source, shape, dense_strides(shape), dtype, step=step)
-
-
-def table_slots(lying: Lying) -> tuple[Slot, ...]:
-    """The table of k and the table of v, one tensor."""
-    if lying.pages is None:
-        return ()
-    B, pages = lying.pages.shape
-    shape = (B, 1, pages, 1)
-    return tuple(Slot(x, "pages", shape, dense_strides(shape), torch.int32) for x in TABLES)
 
 
 def round_total(T: int) -> int:

@@ -24,7 +24,7 @@ from attn_graph.lowering.backend import (
 )
 from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.forecast import forecast
-from attn_graph.lowering.problem import places_of_rows
+from attn_graph.lowering.problem import places_of_rows, returns_lse
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.rooms import write_named
@@ -61,8 +61,14 @@ def why_not(request: Request) -> Iterator[Reason]:
     if lying.stepped.grad is not None and not options.deterministic:
         own += options.varying(VARIES)
     yield from (*against, *own)
-    if not own:
-        yield from trace_reasons(request)
+    if own:
+        return
+    from attn_graph.masks.places import Untraceable
+
+    try:
+        describe_fa4(request)
+    except Untraceable as error:
+        yield untraceable(error)
 
 
 def price(request: Request) -> Price:
@@ -94,16 +100,6 @@ def package_reasons(target: Target) -> Iterator[Reason]:
 def version_text(numbers: tuple[int, ...]) -> str:
     """ "4.0.0b36"."""
     return f"{'.'.join(map(str, numbers[:3]))}b{numbers[3]}"
-
-
-def trace_reasons(request: Request) -> Iterator[Reason]:
-    """Reasons against masks and modifiers without a translation for kernels."""
-    from attn_graph.masks.places import Untraceable
-
-    try:
-        describe_fa4(request)
-    except Untraceable as error:
-        yield untraceable(error)
 
 
 def describe_fa4(request: Request) -> Fa4Call:
@@ -196,7 +192,8 @@ def compile_for_target(run: Fa4Run, request: Request) -> list[CompiledKernel]:
     from attn_graph.lowering.fa4.offline import compile_call
 
     call, store = run.call, request.options.store
-    return compile_call(call.plain(run.stores_lse), call.kernels, request.target, store)
+    plain = call.plain(call.problem.grad is not None or returns_lse(run.graph))
+    return compile_call(plain, call.kernels, request.target, store)
 
 
 def compile_lists(call: Fa4Call, target: Target) -> list[MachineCode]:

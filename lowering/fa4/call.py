@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.ir.storage.packed import LENGTHS
-from attn_graph.lowering.fa4.dialect import CuteCode, as_read, trace_problem
+from attn_graph.lowering.fa4.dialect import CuteCode, trace_problem
 from attn_graph.lowering.fa4.lists import (
     MadeLists,
     TileLists,
@@ -244,10 +244,6 @@ class Fa4Call:
         """The specs of the tensors read by mask and modifiers."""
         return read_specs(self.problem)
 
-    def view_reads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of `reads` as generated code reads them."""
-        return [as_read(x, spec) for x, spec in zip(tensors, self.reads, strict=True)]
-
 
 def rows_first(spec: TensorSpec) -> TensorSpec:
     """[B,H,M,D] as the package has it, [B,M,H,D]."""
@@ -266,7 +262,7 @@ def call_package(
     reads: Sequence[torch.Tensor],
     lists: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:  # Any: the package is untyped
-    """Call the package. tensors: by its names, results among them. reads: as `view_reads`.
+    """Call the package. tensors: by its names, results among them. reads: as `as_read`.
 
     A backward returns its gradients, of sinks last.
     """

@@ -139,22 +139,17 @@ def trace_problem(problem: Problem, *, with_mask: bool) -> CuteCode:
     tracer = Tracer(problem, Numbers(plain=True), strides, dialect=CUTE, array=CuteArray)  # type: ignore[arg-type]  # strides as they are
     texts, axes = {}, frozenset[str]()
     if with_mask:
-        texts["keep"], axes = trace_mask(tracer)
+        code, mask = tracer.start(), problem.node.mask
+        assert mask is not None
+        kept = trace_definition(mask.keep, tracer.place(code).reading(tracer.arrays(code)[1]))
+        if not isinstance(kept, Symbol) or kept.kind != "bool":
+            raise Untraceable(f"the mask {mask} gives no boolean of a place")
+        texts["keep"], axes = code.write_function("keep", WHERE, kept), kept.axes & frozenset("bh")
     texts["change"] = tracer.change()
     if problem.grad is not None and texts["change"]:
         texts["back"] = tracer.back() or f"def back(ds, s, {WHERE}):\n    return ds\n"
     known = {name: text for name, text in texts.items() if text}
     return CuteCode(known, tuple(tracer.numbers.values), axes)
-
-
-def trace_mask(tracer: Tracer) -> tuple[str, frozenset[str]]:
-    """The mask's `keep`, and its axes of "bh"."""
-    code, mask = tracer.start(), tracer.problem.node.mask
-    assert mask is not None
-    kept = trace_definition(mask.keep, tracer.place(code).reading(tracer.arrays(code)[1]))
-    if not isinstance(kept, Symbol) or kept.kind != "bool":
-        raise Untraceable(f"the mask {mask} gives no boolean of a place")
-    return code.write_function("keep", WHERE, kept), kept.axes & frozenset("bh")
 
 
 def in_place(h: Operand, i: Operand, shared: int) -> tuple[Operand, Operand]:

@@ -6,6 +6,7 @@ Values are vectors of registers, of one element or several, and numbers passed t
 from __future__ import annotations
 
 import linecache
+import operator
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any
@@ -83,11 +84,6 @@ def as_long(x: Value) -> Value:
     return x.to(Int64) if isinstance(x, cute.TensorSSA) else Int64(x)
 
 
-def divide_down(a: Value, b: Value) -> Value:
-    """The quotient, rounded down as Python's."""
-    return a // b
-
-
 def inside(x: Value, count: Value) -> Value:
     """The last of `count` places, for places past it."""
     return smaller(x, count - 1)
@@ -129,7 +125,7 @@ OWN = (pick, smaller, larger, magnitude, invert, false_everywhere, true_everywhe
 READ = (as_float, as_long, inside, between, read_int, read_float, read_bool)
 NAMES: dict[str, Any] = {  # Any: functions of the library's and of the DSL's
     "cute": cute,
-    "floor_div": divide_down,
+    "floor_div": operator.floordiv,  # rounded down as Python's
     **{function.__name__: function for function in (*OWN, *READ)},
 }
 

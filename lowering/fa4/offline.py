@@ -58,8 +58,10 @@ def compile_call(
     Raises RefusedError if the package refuses or is not installed, and if its process fails or
     takes too long.
     """
+    libraries = {name: number for name, number in target.libraries if name in FLASH}
+    libraries["python"] = ".".join(map(str, sys.version_info[:2]))
     about = {"form": FORM, "sm": target.sm, "lse": "lse" in call["tensors"]}
-    key = f"fa4 {name} {json.dumps(about | {'libraries': kernel_versions(target)})}"
+    key = f"fa4 {name} {json.dumps(about | {'libraries': libraries})}"
     known = store.load(key, read_kernels) if store else None
     if known is not None:
         return known
@@ -81,12 +83,6 @@ def read_kernels(data: bytes) -> list[CompiledKernel]:
         return [CompiledKernel(**x) for x in json.loads(data)]
     except (ValueError, TypeError) as error:
         raise Unfit(f"it holds no kernels: {error}") from error
-
-
-def kernel_versions(target: Target) -> dict[str, str]:
-    """The library versions in a kernel's key."""
-    known = {name: number for name, number in target.libraries if name in FLASH}
-    return known | {"python": ".".join(map(str, sys.version_info[:2]))}
 
 
 def architecture(sm: int) -> str:

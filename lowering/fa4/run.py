@@ -17,6 +17,7 @@ from attn_graph.ir.storage.packed import LENGTHS, STARTS
 from attn_graph.ir.storage.paging import readable_table, seen_by_entry
 from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, call_package
+from attn_graph.lowering.fa4.dialect import as_read
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
 from attn_graph.lowering.fa4.offline import keep_kernels_in
 from attn_graph.lowering.libraries.fa4_masks import STATISTICS, zeroed_names
@@ -57,11 +58,6 @@ class Fa4Run:
     def plain(self) -> dict[bool, dict[str, Any]]:  # Any: JSON
         """The package's arguments, with lse and without."""
         return {with_lse: self.call.plain(with_lse) for with_lse in (True, False)}
-
-    @property
-    def stores_lse(self) -> bool:
-        """True if even calls for inference store lse."""
-        return self.call.problem.grad is not None or returns_lse(self.graph)
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The last equation's operands among a call's tensors, or of them: starts come last, and
@@ -123,9 +119,11 @@ class Fa4Run:
             ends = {SEQUSED[n]: own[places.mask[n]] for n in call.lengths}
             ends |= {CU_SEQLENS[side]: x for side, x in self.starts(own).items()}
             ends |= {"page_table": self.page_table(own)} if call.lying.pools else {}
-            tensors |= {name: as_whole(x) for name, x in ends.items()}
+            whole = {name: x.to(torch.int32).contiguous() for name, x in ends.items()}
+            tensors |= {name: on_boundary(tidy_strides(x)) for name, x in whole.items()}
         plain, device = self.plain["lse" in named], own[0].device
-        reads = call.view_reads([own[n] for n in self.reads]) if self.reads else []
+        each = zip(self.reads, call.reads, strict=True)
+        reads = [as_read(own[n], spec) for n, spec in each] if self.reads else []
         with keep_kernels_in(self.store), torch.cuda.device_of(own[0]):
             if not isinstance(call.lists, MadeLists):
                 return call_package(plain, tensors, reads, self.lists_on(device))
@@ -369,8 +367,3 @@ def new_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """An uninitialised result, or copy of an operand."""
     made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
     return tidy_strides(made)
-
-
-def as_whole(x: torch.Tensor) -> torch.Tensor:
-    """Starts, lengths or a table as kernels read them; a copy if the layout does not fit."""
-    return on_boundary(tidy_strides(x.to(torch.int32).contiguous()))

@@ -22,20 +22,15 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     HEADERS,
     MEASURED,
     OFF_90_TO_109,
-    alibi_unmasked,
     bias_column,
     dtype_name,
     foreign_alibi,
     foreign_statistics,
-    late_soft_cap,
     left_of_diagonal,
-    masked_soft_cap,
     name_broadcast,
     name_mask,
-    off_grid,
     other_modifiers,
     rows_without_maximum,
-    split_rows,
 )
 from attn_graph.lowering.limits import (
     BACKWARD,
@@ -48,6 +43,7 @@ from attn_graph.lowering.limits import (
     Limit,
     Limits,
 )
+from attn_graph.lowering.problem import is_misaligned
 from attn_graph.lowering.reasons import (
     no_elements,
     old_gpu,
@@ -130,14 +126,16 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "soft_cap_order",
-        late_soft_cap,
+        lambda c: c.count(SoftCap) and not isinstance(c.problem.node.modifiers[0], SoftCap),
         "caps scores before a bias is added, and the graph caps them later",
         MEANING,
         says="unasked",
     ),
     Limit(
-        "soft_cap_mask",
-        masked_soft_cap,
+        "soft_cap_mask",  # ALiBi needs one too
+        lambda c: (
+            c.count(SoftCap) and (name_mask(c) or c.count(Alibi)) and (name_mask(c) or "None")
+        ),
         "supports a soft cap only without a mask and ALiBi, and the mask is {it}",
         f"{HEADERS}: score_mod excludes them",
     ),
@@ -181,7 +179,11 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "alibi_mask",
-        alibi_unmasked,
+        lambda c: (
+            c.count(Alibi)
+            and (c.diagonal.right, c.diagonal.align) != (0, "top_left")
+            and str(c.problem.node.mask)
+        ),
         "adds ALiBi under a causal mask at the top left alone, and the mask is {it}",
         HEADERS,
     ),
@@ -334,13 +336,13 @@ ROWS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "unit_last",
-        split_rows,
+        lambda c: tuple((n, x) for n, x in c.specs.items() if not x.unit_last),
         "needs rows of contiguous elements, and {it[0]} is {it[1]}",
         HEADERS,
     ),
     Limit(
         "aligned_rows",
-        off_grid,
+        lambda c: tuple((n, x) for n, x in c.specs.items() if is_misaligned(x)),
         "needs rows that start at multiples of 16 bytes, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h: wrong output otherwise",
         says="yes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from attrs import frozen
@@ -65,23 +65,21 @@ def conjuncts(mask: Mask | None) -> tuple[Mask, ...]:
 
 def mask_problems(mask: Mask | None) -> tuple[Reason, ...]:
     """Reasons against stating a mask in cuDNN's terms."""
-    return tuple(leaf_reasons(conjuncts(mask)))
-
-
-def leaf_reasons(leaves: tuple[Mask, ...]) -> Iterator[Reason]:
-    """The reasons against the parts of a mask."""
+    leaves, against = conjuncts(mask), list[Reason]()
     bands = [x for x in leaves if isinstance(x, Band)]
     if foreign := [x for x in leaves if x not in bands and x not in ENDS]:
         limit = "supports at most one band & lengths"
-        yield Reason("mask_leaves", limit, f"the mask has {join_leaves(foreign)}")
+        against.append(Reason("mask_leaves", limit, f"the mask has {join_leaves(foreign)}"))
     if len(bands) > 1:
-        yield Reason("mask_bands", "supports one band", f"the mask has {join_leaves(bands)}")
+        actual = f"the mask has {join_leaves(bands)}"
+        against.append(Reason("mask_bands", "supports one band", actual))
     given = {ENDS[x] for x in leaves if x in ENDS}
     if stray := [x for x in bands if x.ragged and set(x.ragged) != given]:
         names = " and ".join(sorted(given)) or "nothing"
         limit = "aligns a band by the lengths that end the sequences"
         actual = f"{names}, and has {join_leaves(stray)}"
-        yield Reason("mask_alignment", limit, actual, "{limit}, {actual}")
+        against.append(Reason("mask_alignment", limit, actual, "{limit}, {actual}"))
+    return tuple(against)
 
 
 def join_leaves(leaves: Sequence[Mask]) -> str:

@@ -13,9 +13,9 @@ from attn_graph.lowering.libraries.cudnn_violations import (
     FORWARD_HEADER,
     HEADERS,
     MEASURED,
-    crossed_heads,
     far_entries,
     far_keys,
+    has_rows_outermost,
 )
 from attn_graph.lowering.limits import AMPERE, BACKWARD, BLACKWELL, FIRST, FORWARD, Limit
 
@@ -24,7 +24,9 @@ OFF_90_TO_119 = (AMPERE, range(120, 1000))
 PACKED_LIMITS: tuple[Limit[Case], ...] = (
     Limit(
         "packed_rows",
-        crossed_heads,
+        lambda c: tuple(
+            (n, x) for n, x in c.lying.rows_in_place.items() if not has_rows_outermost(x)
+        ),
         "reads packed tensors whose heads lie side by side in each row, and {it[0]} is {it[1]}",
         "cudnn-frontend 1.28.0, test_mhas_v2.py: packed tensors lie so there",
         says="yes",

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.libraries.cudnn_violations import FORWARD_HEADER, MEASURED
 from attn_graph.lowering.limits import BLACKWELL, FIRST, HOPPER, WIDTHS, Limit
-from attn_graph.spec import NAMES, ValueType
-
-
-def unlike_q(c: Case) -> Iterator[tuple[str, str]]:
-    """k and v in other dtypes than q's."""
-    for name, x in zip("kv", c.problem.specs[1:3], strict=True):
-        if c.problem.scales and x.dtype != c.problem.dtype:
-            yield name, NAMES[x.dtype]
-
-
-def many_scales(c: Case) -> Iterator[tuple[str, ValueType]]:
-    """Scales of more than one number."""
-    for name, x in zip("qkvo", c.problem.scales, strict=False):
-        if x.shape != (1, 1, 1, 1):
-            yield name, x.type
+from attn_graph.spec import NAMES
 
 
 def has_own_kernel(c: Case) -> bool:
@@ -60,14 +44,22 @@ QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
     ),
     Limit(
         "quantised_dtypes",
-        unlike_q,
+        lambda c: tuple(
+            (name, NAMES[x.dtype])
+            for name, x in zip("kv", c.problem.specs[1:3], strict=True)
+            if c.problem.scales and x.dtype != c.problem.dtype
+        ),
         "multiplies tensors of one dtype, and {it[0]} is in {it[1]} beside another q",
         "planned without a device: taken from cuDNN 9.25, and no page says what weights round to",
         says="yes",
     ),
     Limit(
         "quantised_scales",
-        many_scales,
+        lambda c: tuple(
+            (name, x.type)
+            for name, x in zip("qkvo", c.problem.scales, strict=False)
+            if x.shape != (1, 1, 1, 1)
+        ),
         "has one scale for a tensor, and {it[0]}_scale is {it[1]}",
         "the arguments of sdpa_fp8",
         says="unasked",

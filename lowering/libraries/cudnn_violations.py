@@ -10,7 +10,7 @@ import torch
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.limits import AMPERE, Violations
-from attn_graph.lowering.problem import is_broadcast, is_misaligned
+from attn_graph.lowering.problem import is_broadcast
 from attn_graph.lowering.reasons import without_rule
 from attn_graph.spec import NAMES, TensorSpec
 
@@ -73,31 +73,10 @@ def foreign_alibi(c: Case) -> Violations:
     return " and ".join(dict.fromkeys([*slopes, *aligned]))
 
 
-def alibi_unmasked(c: Case) -> Violations:
-    """The mask, if ALiBi has any but a causal one at the top left."""
-    causal = c.diagonal.right == 0 and c.diagonal.align == "top_left"
-    return c.count(Alibi) and not causal and str(c.problem.node.mask)
-
-
 def left_of_diagonal(c: Case) -> Violations:
     """The mask, if its left bound excludes the query's own place."""
     left = c.diagonal.left
     return left is not None and left < 1 and str(c.problem.node.mask)
-
-
-def split_rows(c: Case) -> Violations:
-    """Operands with a last axis of a stride other than 1."""
-    return tuple((n, x) for n, x in c.specs.items() if not x.unit_last)
-
-
-def off_grid(c: Case) -> Violations:
-    """Operands with rows off multiples of 16 bytes."""
-    return tuple((n, x) for n, x in c.specs.items() if is_misaligned(x))
-
-
-def crossed_heads(c: Case) -> Violations:
-    """Packed operands, read in place, with rows within heads."""
-    return tuple((n, x) for n, x in c.lying.rows_in_place.items() if not has_rows_outermost(x))
 
 
 def far_keys(c: Case) -> Violations:
@@ -132,15 +111,3 @@ def bias_column(c: Case) -> Violations:
     B, H, M, _ = c.bias.shape
     by_head = M == 1 and (c.bias.strides[1] == 1 or B == H == 1)
     return () if by_head else (c.bias,)
-
-
-def late_soft_cap(c: Case) -> Violations:
-    """A soft cap after another modifier."""
-    first = c.problem.node.modifiers[:1]
-    return c.count(SoftCap) and not any(isinstance(m, SoftCap) for m in first)
-
-
-def masked_soft_cap(c: Case) -> Violations:
-    """The mask, if there is a soft cap with a mask or with ALiBi, as ALiBi needs a mask."""
-    mask = name_mask(c)
-    return c.count(SoftCap) and (mask or c.count(Alibi)) and (mask or "None")

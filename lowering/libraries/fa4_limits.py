@@ -73,11 +73,6 @@ class Fa4Case:
         return "forward" if self.problem.grad is None else "backward", self.sm, FIRST
 
     @property
-    def is_native(self) -> bool:
-        """True if kernels have the mask built in."""
-        return self.native is not None
-
-    @property
     def native(self) -> NativeMask | None:
         """The mask as a native one."""
         return native_mask(self.lying)
@@ -119,12 +114,6 @@ def other_strides(case: Fa4Case) -> Iterator[Reason]:
         elif is_misaligned(spec):
             limit = f"reads {ALIGNED} bytes at a time"
             yield Reason(f"misaligned.{name}", limit, f"rows of {name} {spec} start in between")
-
-
-def has_other_heads(case: Fa4Case) -> bool:
-    """True if Blackwell has no kernel for the head sizes."""
-    D, E = case.problem.D, case.problem.E
-    return (D, E) not in WIDE_PAIRS and not (8 <= D <= 128 and 8 <= E <= 128)
 
 
 def splits_values(case: Fa4Case) -> bool:
@@ -212,7 +201,10 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "head_pair",
-        lambda c: has_other_heads(c),
+        lambda c: (
+            (c.problem.D, c.problem.E) not in WIDE_PAIRS
+            and not (8 <= c.problem.D <= 128 and 8 <= c.problem.E <= 128)
+        ),
         "supports head sizes up to 128, D = 192 with E = 128, and D = E = 256 on sm_{c.sm}, and "
         + WIDTHS,
         f"{INTERFACE}, _validate_head_dims",
@@ -246,7 +238,7 @@ ROWS: tuple[Limit[Fa4Case], ...] = (
     ),
     Limit(
         "mask",
-        lambda c: not c.is_native and str(c.problem.node.mask),
+        lambda c: c.native is None and str(c.problem.node.mask),
         "is given a band that holds the diagonal of the bottom right corner, and no other mask, on "
         "sm_{c.sm}, and {it}",
         UNTRIED,

@@ -104,10 +104,9 @@ def copied_names(lying: Lying) -> tuple[str, ...]:
     given = dict(zip("qkv", p.specs, strict=False)) | lying.in_place
     off = {name for name, x in given.items() if is_misaligned(x) and name not in lying.pools}
     if p.grad is not None:
-        read = p.grad.split(lying.specs)
-        statistics = {"lse": read.lse, "dlse": read.dlse}
-        off |= {name for name, x in statistics.items() if x is not None and not x.is_dense}
-        off |= set() if fits_loads(read.o) else {"o"}
+        read = lying.saved | lying.large
+        off |= {name for name in STATISTICS if name in read and not read[name].is_dense}
+        off |= set() if fits_loads(read["o"]) else {"o"}
     cleaned = zeroed_names(lying)
     return tuple(name for name in COPIED if name in cleaned or name in off)
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import final
 
-import torch
 from attrs import evolve, frozen
 
 from attn_graph.lowering.backend import UNPRICED, Price
@@ -172,12 +171,8 @@ def programs_of(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
-def copies_nothing(request: Request) -> Iterable[str]:
-    return ()
-
-
 def forecast(
-    request: Request, name: str, copies: Callable[[Request], Iterable[str]] = copies_nothing
+    request: Request, name: str, copies: Callable[[Request], Iterable[str]] = lambda _: ()
 ) -> Price:
     """The price of a backend's kernels on a GPU. copies: the operands, by name, copied by a call
     before its kernel runs.
@@ -209,8 +204,7 @@ def forecast(
         flops = work.flops * programs.padding
         seconds += least_seconds(flops, peak * filled, moved, bandwidth * busy, int(parts > 1))
         traffic += programs.traffic(parts)
-    lse = TensorSpec(lying.statistic(), torch.float32)
-    specs = {"o": lying.o(), "lse": lse, **lying.large}
     for operand in copies(request):  # read and written
-        seconds += read_rates().launch + 2 * specs[operand].type.bytes / bandwidth
+        spec = lying.large.get(operand) or lying.saved[operand]
+        seconds += read_rates().launch + 2 * spec.type.bytes / bandwidth
     return Price(seconds, traffic)

@@ -369,8 +369,8 @@ class TorchKernelCall:
         if p.grad is None:
             return {} if self.variant.keeps_order(q) else {"o": self.output}
         read = ((n, x) for n, x in operands_by_name(p).items() if n in ("o", "do"))
-        own = dense_strides((p.B, p.H, p.M, p.E), BSHD)
-        return {n: x for n, x in read if x != TensorSpec(x.shape, x.dtype, own)}
+        own = TensorSpec(p.o.shape, p.dtype, dense_strides(p.o.shape, BSHD))
+        return {n: x for n, x in read if x != own}
 
     def notes(self) -> Iterator[str]:
         yield f"one call of PyTorch's {self.variant.kernel} kernel"

@@ -88,7 +88,9 @@ def packed_reasons(lying: Lying, request: Request) -> Reasons:
     p = lying.problem
     yield from place_reasons(FLASH_KERNEL, request)
     yield from modifier_reasons(p.node, ())
-    yield from window_reasons(lying)
+    if p.node.mask is not None and window_of(lying) is None:
+        limit = "supports Causal() or a window around it, bottom right in each sequence"
+        yield Reason("window", limit, f"the mask is {p.node.mask.written()}")
     yield from feature_reasons(p)
     yield from scale_reasons(p)
     yield from kernel_size_reasons(FLASH_KERNEL, p)
@@ -114,14 +116,6 @@ def sequence_reasons(lying: Lying) -> Reasons:
         if spec.dtype != torch.int32 or spec.strides != (1,):
             limit = f"reads starts in {NAMES[torch.int32]}, side by side"
             yield Reason(f"starts.{name}", limit, f"{name} is {spec}")
-
-
-def window_reasons(lying: Lying) -> Reasons:
-    """Reasons against a mask."""
-    mask = lying.problem.node.mask
-    if mask is not None and window_of(lying) is None:
-        limit = "supports Causal() or a window around it, bottom right in each sequence"
-        yield Reason("window", limit, f"the mask is {mask.written()}")
 
 
 def window_of(lying: Lying) -> Window | None:
@@ -164,8 +158,9 @@ class PackedFlashCall:
         q, k, v = every[:3]
         check_aligned(dict(zip("qkv", (q, k, v), strict=True)))
         o, lse = self.attend(q, k, v, self.sequences(every[count:]))
-        if TensorSpec.like(o) != self.lying.o():
-            o = restride(o, self.lying.o())
+        due = self.lying.o()
+        if TensorSpec.like(o) != due:
+            o = torch.empty_strided(due.shape, due.strides, dtype=o.dtype, device=o.device).copy_(o)
         return [o if name == "o" else lse for name in self.graph.result_names], (o, lse)
 
     def attend(
@@ -249,7 +244,7 @@ class PackedFlashCall:
         if grad is not None and grad.with_do and not self.lying.sees_itself:
             size = format_bytes(self.lying.specs[0].type.bytes)
             yield f"do is copied, {size}, with 0 in rows that see nothing"
-        if grad is not None and not (o := grad.split(self.lying.specs).o).is_dense:
+        if grad is not None and not (o := self.lying.saved["o"]).is_dense:
             yield f"o {o} is copied: the kernel's rows have no gaps"
 
     def kept_forward(self) -> int:
@@ -288,12 +283,6 @@ def known_window(call: PackedFlashCall) -> Window:
 def by_heads(x: torch.Tensor) -> torch.Tensor:
     """x [T,H,D] as [H,T,D], or the reverse."""
     return x.transpose(0, 1)
-
-
-def restride(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A copy of x in the layout of a spec."""
-    new = torch.empty_strided(spec.shape, spec.strides, dtype=x.dtype, device=x.device)
-    return new.copy_(x)
 
 
 BACKEND = Backend(
