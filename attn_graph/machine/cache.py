@@ -176,19 +176,14 @@ class Cache(Generic[T]):
             self.hits = self.misses = self.builds = self.evictions = 0
             self.seconds = 0.0
 
-    def unlock(self) -> None:
-        """Replace all locks: a forked process lacks the threads that hold them."""
-        self.lock = threading.RLock()
-        self.turns = {}
-
 
 CACHES: WeakSet[Cache[Any]] = WeakSet()  # Any: their entries
 
 
 def unlock_all() -> None:
     """Replace the locks of all caches, in a newly forked process."""
-    for each in CACHES:
-        each.unlock()
+    for each in CACHES:  # a forked process lacks the threads that hold them
+        each.lock, each.turns = threading.RLock(), {}
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

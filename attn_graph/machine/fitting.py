@@ -50,7 +50,8 @@ class Fit:
         """The sizes. Raises PlanMismatchError with every misfit, or PlanTargetError."""
         require_device(tensors, self.target)
         given = dict(zip(self.specs, tensors, strict=True))
-        known = {s.name: [*self.places(reads, tensors)] for s, reads in self.of_symbols()}
+        each = zip(self.symbols, self.reads, strict=True)
+        known = {s.name: [*self.places(reads, tensors)] for s, reads in each}
         problems = [x for s in self.symbols for x in size_problems(s, known[s.name])]
         if problems:
             raise PlanMismatchError(*problems)
@@ -58,9 +59,6 @@ class Fit:
         specs = {name: spec.bind(sizes) for name, spec in self.specs.items()}
         require_as_declared(given, specs, self.target)
         return tuple(sizes.values())
-
-    def of_symbols(self) -> Iterator[tuple[NamedSize, tuple[Read, ...]]]:
-        return zip(self.symbols, self.reads, strict=True)
 
     def places(
         self, reads: Sequence[Read], tensors: Sequence[torch.Tensor]
@@ -115,7 +113,10 @@ def compile_fit(
     Dims print as Python; the compiled check takes half a microsecond a tensor.
     """
     given = "x" * (1 + max(len(s.name) for s in symbols))  # as no size is called
-    sizes = [size_check(s, read_text(given, read)) for s, read in zip(symbols, reads, strict=True)]
+    sizes = []  # each named, and within its symbol's range
+    for s, read in zip(symbols, reads, strict=True):
+        size = f"({s.name} := {read_text(given, read)})"
+        sizes.append(f"{size} in {s.classes}" if s.classes else f"0 <= {size} <= {s.most}")
     layouts = [layout_check(f"{given}[{n}]", spec) for n, spec in enumerate(specs)]
     names = ", ".join(s.name for s in symbols)
     text = f"lambda {given}: ({names},) if {' and '.join(sizes + layouts)} else None"
@@ -133,12 +134,6 @@ def read_text(tensors: str, read: Read) -> str:
     n, axis, by, more = read
     size = f"{tensors}[{n}].shape[{axis}]"
     return size if (by, more) == (1, 0) else f"({size} - {more}) // {by}"
-
-
-def size_check(symbol: NamedSize, size: str) -> str:
-    """The expression that names a size and checks its symbol's range."""
-    name = f"({symbol.name} := {size})"
-    return f"{name} in {symbol.classes}" if symbol.classes else f"0 <= {name} <= {symbol.most}"
 
 
 def compile_layouts(names: Sequence[str], specs: Sequence[TensorSpec]) -> Layouts:

@@ -41,8 +41,3 @@ def devices() -> dict[str, Device]:
         name: Device(**fields | {"peaks": tuple(fields["peaks"].items())})
         for name, fields in tomllib.loads(text).items()
     }
-
-
-def find_product(name: str) -> Device | None:
-    """The GPU with exactly this name in its driver; None for any other, "NVIDIA H200 NVL" say."""
-    return next((device for device in devices().values() if device.product == name), None)

@@ -63,11 +63,6 @@ def long_axes(x: torch.Tensor) -> list[tuple[int, int]]:
     return [(n, step * x.itemsize) for n, step in pairs if n > 1]
 
 
-def byte_reach(axes: Axes, x: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last, along some axes."""
-    return sum((n - 1) * step for n, step in axes) + x.itemsize
-
-
 def parts_differ(
     start: int, one: Axes, other: int, two: Axes, tensors: Sequence[torch.Tensor], step: int
 ) -> bool:
@@ -77,7 +72,7 @@ def parts_differ(
     reach over some bytes from the first one's place.
     """
     lengths = [
-        byte_reach([(n, s) for n, s in axes if s % step], x)
+        sum((n - 1) * s for n, s in axes if s % step) + x.itemsize
         for axes, x in zip((one, two), tensors, strict=True)
     ]
     gap = (other - start) % step

@@ -72,7 +72,8 @@ def random_words(
 
     `rooms` are ROOMS int64 tensors of that shape to work in; the result is four of them.
     """
-    like, keys = rooms[0], round_keys(seed)
+    like, low, high = rooms[0], seed & WORD, (seed >> 32) & WORD
+    keys = [((low + n * STEPS[0]) & WORD, (high + n * STEPS[1]) & WORD) for n in range(ROUNDS)]
     slabs = lay_along(b, like, 0) % period * H + lay_along(h, like, 1)
     counter = lay_along(counters(j), like, 3), lay_along(i, like, 2), slabs, offset & WORD
     *_, free = rooms
@@ -83,11 +84,6 @@ def random_words(
         c2, free = stir(p0, c3, high, free), c3
         c1, c3 = p1, p0
     return c0, c1.bitwise_and_(WORD), c2, c3.bitwise_and_(WORD)
-
-
-def round_keys(seed: int) -> list[tuple[int, int]]:
-    low, high = seed & WORD, (seed >> 32) & WORD
-    return [((low + n * STEPS[0]) & WORD, (high + n * STEPS[1]) & WORD) for n in range(ROUNDS)]
 
 
 def begin(

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from attn_graph.errors import GraphError, show
 from attn_graph.machine.ambient import neutral_state
-from attn_graph.machine.gpus import Peaks, devices, find_product
+from attn_graph.machine.gpus import Peaks, devices
 from attn_graph.spec import as_integer, maybe_real, maybe_whole
 
 LOG = logging.getLogger("attn_graph")
@@ -204,7 +204,7 @@ def describe_product(name: str) -> Target:
 def describe_gpu(index: int) -> Target:
     """A GPU of this machine. Its rates are from the table, if it lists this very product."""
     gpu: Any = torch.cuda.get_device_properties(index)  # Any: PyTorch's stubs leave a field out
-    known = find_product(gpu.name)
+    known = next((device for device in devices().values() if device.product == gpu.name), None)
     return Target(
         gpu.name,
         "cuda",

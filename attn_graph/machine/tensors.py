@@ -142,7 +142,7 @@ def find_differences(name: str, spec: TensorSpec, tensor: object, target: Target
     if not isinstance(tensor, torch.Tensor):
         way_out = ""
         if spec.shape == () and isinstance(tensor, int):
-            way_out = f"; pass {tensor_code(tensor, target.tensors_on)}"
+            way_out = f"; pass torch.tensor({tensor}{place_code(target.tensors_on)})"
         elif spec.dtype.is_floating_point and {*spec.shape} == {1} and isinstance(tensor, float):
             way_out = f"; pass {full_code(spec.shape, tensor, target.tensors_on)}"
         return [f"{name}: expected a tensor {spec}, got {show(tensor)}{way_out}"]
@@ -185,11 +185,6 @@ def shape_hint(name: str, spec: TensorSpec, tensor: torch.Tensor) -> str:
             declared = "" if lies else f"declare TensorSpec.like({code}) and "
             return f"; if axes {a} and {b} are exchanged, {declared}pass {code}"
     return ""
-
-
-def tensor_code(number: object, device: str) -> str:
-    """The code of a tensor of one number."""
-    return f"torch.tensor({number}{place_code(device)})"
 
 
 def full_code(shape: Sequence[int], number: float, device: str) -> str:

@@ -99,29 +99,18 @@ class Arena:
     def make_room(self, need: int) -> None:
         """Grow to `need` bytes. The old memory is freed first: both never exist at once. Raises
         GraphError for memory of the caller's."""
-        if self.lent:
-            require_room(self.start + need, self.start + self.memory.numel())
+        if self.lent and need > self.memory.numel():
+            given, due = self.start + self.memory.numel(), self.start + need
+            raise GraphError(
+                f"the workspace's memory has {given:,} bytes, and the call needs {due:,}; pass "
+                f"torch.empty({due}, dtype=torch.uint8), or leave memory= out"
+            )
         if need > self.memory.numel():
             self.ready.clear()
             self.memory = allocate(0, self.device)
             self.memory = allocate(need, self.device)
         if len(self.ready) >= MOST_LAYOUTS:
             self.ready.clear()
-
-    def lend(self, memory: torch.Tensor, start: int) -> None:
-        """Lie in the caller's memory, from this byte on."""
-        if start != self.start or not self.memory.numel():
-            self.ready.clear()
-            self.memory, self.start = memory[start:], start
-
-
-def require_room(need: int, given: int) -> None:
-    """Raise GraphError for a workspace of the caller's with fewer bytes than needed."""
-    if need > given:
-        raise GraphError(
-            f"the workspace's memory has {given:,} bytes, and the call needs {need:,}; pass "
-            f"torch.empty({need}, dtype=torch.uint8), or leave memory= out"
-        )
 
 
 def require_bytes(_: object, __: object, memory: torch.Tensor | None) -> None:
@@ -218,7 +207,9 @@ class Workspace:
         try:
             return idle.pop(), idle
         except IndexError:
-            return self.new_arena(device), idle
+            arena = Arena(device)  # counted by `bytes` for as long as it exists
+            self.arenas.append(ref(arena, self.arenas.remove))
+            return arena, idle
 
     def take_lent(self, memory: torch.Tensor, device: torch.device) -> tuple[Arena, list[Arena]]:
         """An arena in the caller's memory, behind those of the runs around this one."""
@@ -233,14 +224,10 @@ class Workspace:
             idle.append(self.levels[-1])
         start = self.levels[busy - 1].end if busy else -memory.data_ptr() % ALIGNMENT
         arena = idle.pop()
-        arena.lend(memory, start)
+        if start != arena.start or not arena.memory.numel():
+            arena.ready.clear()
+            arena.memory, arena.start = memory[start:], start
         return arena, idle
-
-    def new_arena(self, device: torch.device) -> Arena:
-        """An empty arena, counted by `bytes` for as long as it exists."""
-        arena = Arena(device)
-        self.arenas.append(ref(arena, self.arenas.remove))
-        return arena
 
 
 def is_capturing(device: torch.device) -> bool:
