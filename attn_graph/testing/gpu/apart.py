@@ -27,15 +27,12 @@ ORDERS = {"acquire", "release", "relaxed", "volatile"}  # and loads and stores t
 def run_launch(launch: Launch, memory: Memory, processes: int) -> None:
     """Run all programs. Raises Fault."""
     shares = [x.tolist() for x in np.array_split(launch.numbers(), processes) if x.size]
-    if len(shares) < 2 or not is_separate(launch) or not run_shares(launch, memory, shares):
-        launch.run(launch.numbers())
-
-
-def is_separate(launch: Launch) -> bool:
-    """True if no instruction of the kernel is for programs to know of each other."""
+    # Programs run apart if no instruction of the kernel is for them to know of each other.
     opcodes = {step.opcode for step in steps_of(launch.code.kernel)}
     plain = (ORDERS.isdisjoint(x.split(".")) for x in opcodes if x.startswith(("ld.", "st.")))
-    return all(plain) and not any(x.startswith(TOGETHER) for x in opcodes)
+    separate = all(plain) and not any(x.startswith(TOGETHER) for x in opcodes)
+    if len(shares) < 2 or not separate or not run_shares(launch, memory, shares):
+        launch.run(launch.numbers())
 
 
 def run_shares(launch: Launch, memory: Memory, shares: list[list[int]]) -> bool:

@@ -86,7 +86,10 @@ class MBarrier:
         np.maximum(self.done, self.seen, out=self.done)
         self.done[0, self.agent] = self.time
         self.phase, self.pending = self.phase + 1, self.count
-        m.part(Barriers).wake(m, self)
+        sleeping = m.part(Barriers).sleeping
+        for waiter in [x for x in sleeping if x[0] is self]:
+            sleeping.remove(waiter)
+            m.release(*waiter[1:])
 
 
 @final
@@ -144,11 +147,6 @@ class Barriers:
             way = "is used by the other proxy without fence.proxy.async after its init"
             m.note(f"an mbarrier {way}")
         return found
-
-    def wake(self, m: Program, mbarrier: MBarrier) -> None:
-        for each in [x for x in self.sleeping if x[0] is mbarrier]:
-            self.sleeping.remove(each)
-            m.release(each[1], each[2])
 
     def end(self, m: Program) -> None:
         """The program ends: report arrivals and bytes to come that nobody waits for.

@@ -296,7 +296,11 @@ def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the
             undo.enter_context(patch.object(home, name, value))
 
         for dsl in DSLSingletonMeta._instances.values():
-            check_runtime(dsl.envar.shared_libs)
+            if dsl.envar.shared_libs != str(build_runtime()):  # which would look for a GPU
+                raise RuntimeError(
+                    f"the CuTe DSL was imported with {dsl.envar.shared_libs}; import "
+                    "flash_attn.cute within virtual_gpu(...) first, where its runtime is a stand-in"
+                )
             change(dsl.envar, "arch", f"sm_{target.sm}a")
         change(HardwareInfo, "__init__", lambda self, device_id=0: None)
         change(HardwareInfo, "get_device_multiprocessor_count", lambda self: target.multiprocessors)
@@ -315,15 +319,6 @@ def patch_package(interface: Any, target: Target) -> Iterator[None]:  # Any: the
 
 def load_runtime() -> ctypes.CDLL:
     return ctypes.CDLL(str(build_runtime()))
-
-
-def check_runtime(libraries: str) -> None:
-    """Raise RuntimeError if the DSL has another runtime, which would look for a GPU."""
-    if libraries != str(build_runtime()):
-        raise RuntimeError(
-            f"the CuTe DSL was imported with {libraries}; import flash_attn.cute within "
-            "virtual_gpu(...) first, where its runtime is a stand-in"
-        )
 
 
 def as_fake(convert: Callable[..., Any]) -> Callable[..., Any]:  # Any: the DSL's

@@ -113,10 +113,14 @@ class Program:
     ordered: Array | None = None
 
     def __attrs_post_init__(self) -> None:
-        threads = self.launch.threads
+        code, threads = self.launch.code, self.launch.threads
         self.at = np.zeros(threads, np.int32)
         self.blocked, self.gone = np.zeros(threads, bool), np.zeros(threads, bool)
-        self.registers, self.watched = new_registers(self.launch.code, threads)
+        self.watched = np.full((len(code.row), threads), POISON & (2**32 - 1), np.uint32)
+        unset = {d: iter(poison(count, threads, d)) for d, count in Counter(code.held).items()}
+        self.registers = [next(unset[dtype]) for dtype in code.held]
+        for register, row in code.row.items():  # those of products
+            self.registers[register] = self.watched[row]
         self.place, self.first_era = self.launch.place(self.number), self.begin_era()
         seed = self.launch.seed
         self.random = None if seed is None else Random(f"{seed} {self.place}")
@@ -323,26 +327,13 @@ class Program:
     def together(self, threads: Threads) -> Array:
         """The warps of these threads. Raises Fault if one of them is divided."""
         if not threads.is_whole:
-            self.run_assertions(threads)
+            # Other lanes may be about to fail an assertion, at a block of its own.
+            code, at = self.launch.code, np.where(threads.flags, -1, self.at[threads.span])
+            for block in np.unique(at[at >= 0]).tolist():
+                if any(step.opcode == ASSERTION for step in code.kernel.blocks[block]):
+                    code.functions[block](self, self.registers, Threads(threads.span, at == block))
             self.fault("an instruction of the whole warp is executed by a part of it")
         return threads.warps
-
-    def run_assertions(self, threads: Threads) -> None:
-        """Other lanes may be about to fail an assertion, at a block of its own."""
-        code, at = self.launch.code, np.where(threads.flags, -1, self.at[threads.span])
-        for block in np.unique(at[at >= 0]).tolist():
-            if any(step.opcode == ASSERTION for step in code.kernel.blocks[block]):
-                code.functions[block](self, self.registers, Threads(threads.span, at == block))
-
-
-def new_registers(code: Translation, threads: int) -> tuple[list[Array], Array]:
-    """Unset registers, and the memory of those of products."""
-    watched = np.full((len(code.row), threads), POISON & (2**32 - 1), np.uint32)
-    made = {d: iter(poison(count, threads, d)) for d, count in Counter(code.held).items()}
-    registers = [next(made[dtype]) for dtype in code.held]
-    for register, row in code.row.items():
-        registers[register] = watched[row]
-    return registers, watched
 
 
 def poison(count: int, threads: int, dtype: DType) -> Array:

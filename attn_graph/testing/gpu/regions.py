@@ -47,13 +47,6 @@ class Unset:
             self.written[storage.data_ptr()] = np.zeros(storage.nbytes(), np.uint8)
             self.kept.append(storage)
 
-    def written_of(self, start: int, unit: int) -> Array | None:
-        """Flags of written bytes of a storage, by unit; None: all are."""
-        if start not in self.written:
-            return None
-        written = self.written[start]
-        return written[: len(written) // unit * unit].reshape(-1, unit)
-
 
 @final
 @frozen(eq=False)
@@ -150,7 +143,9 @@ class Region:
         unit = min(t.itemsize for t in tensors.values())
         units, pages = len(data) // unit, len(data) // PAGE + 1
         met, valid, atomic = (np.zeros(n, bool) for n in (pages, units, units))
-        last, reads, written = Record.of(units), Record.of(units), unset.written_of(start, unit)
+        last, reads, written = Record.of(units), Record.of(units), unset.written.get(start)
+        if written is not None:
+            written = written[: len(written) // unit * unit].reshape(-1, unit)
         return cls(tensors, start, data, unit, met, valid, written, last, reads, atomic)
 
     @property

@@ -160,15 +160,11 @@ def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
 
 
 def registers_of_results(step: Instruction) -> Iterator[str]:
-    if not stores_nothing(step):
-        yield from registers_of(step.operands[0])
-
-
-def stores_nothing(step: Instruction) -> bool:
-    """True if an instruction sets no register. Products also read their registers."""
+    """The registers that an instruction sets; none of a product, which reads them too."""
     if step.opcode in JUMPS or is_product(step):
-        return True
-    return not step.opcode.startswith("mov") and not rule_of(step).results
+        return
+    if step.opcode.startswith("mov") or rule_of(step).results:
+        yield from registers_of(step.operands[0])
 
 
 def compile_block(shape: Shape, at: int) -> Callable[..., None]:
