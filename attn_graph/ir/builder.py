@@ -237,7 +237,13 @@ class Builder:
         if not self.trusts:
             if not isinstance(op, Op):
                 raise GraphError(f"{show(op)} is not an op, such as a modifier or a mask")
-            self.examine(op, types)
+            misfits = rank_problems(op, types)
+            self.problem(*(misfits or op.problems(*types)))
+            if misfits and (
+                rank_problems(op, types[: count_read(op)], partial=True)
+                or len(types) != len(op.ranks)
+            ):
+                self.check()
         return self.add(op, operands, op.infer(*types))
 
     def add(
@@ -248,15 +254,6 @@ class Builder:
         self.eqns.append(Eqn(op, tuple([value.index for value in operands]), outs))
         self.types.extend(outs)
         return tuple([Value(self, first + i) for i in range(len(outs))])
-
-    def examine(self, op: Op, types: Sequence[ValueType]) -> None:
-        """Remember the problems of an equation; raise if its results can't have types."""
-        misfits = rank_problems(op, types)
-        self.problem(*(misfits or op.problems(*types)))
-        if misfits and (
-            rank_problems(op, types[: count_read(op)], partial=True) or len(types) != len(op.ranks)
-        ):
-            self.check()
 
     def own(self, value: Value) -> Value:
         """The value. Raises GraphError unless it belongs to this builder."""
@@ -316,13 +313,9 @@ def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
     """q [B,H,M,D], k [B,G,N,D] -> scale * q k^T [B,H,M,N]; scale is 1/sqrt(D) by default."""
     if not isinstance(q, Value):
         raise GraphError(f"scores: q {show(q)} is not a value of a graph; see graph and attention")
-    given = default_scale(q.type) if scale is None else scale
+    D = q.shape[-1] if q.shape else 1
+    given = 1 / math.sqrt(max(1, D)) if scale is None else scale
     return q.then(q.builder.attempt(lambda: ops.Scores(given)) or ops.Scores(), k)
-
-
-def default_scale(q: ValueType) -> float:
-    """1 / sqrt(D), or 1 if D is 0."""
-    return 1 / math.sqrt(max(1, q.shape[-1] if q.shape else 1))
 
 
 @binds(by_name)

@@ -185,17 +185,16 @@ def main_faults(x: Types) -> Iterator[Fault]:
         pairs = f"; {k.dtype} has two numbers a byte, so write k.view(dtype) if it has other ones"
         yield from join_faults([("k", fault + pairs * (k.dtype == IN_PAIRS))])
     yield from join_faults(
-        (n, misfit(0, "b", x[n].shape[0], B) + repeat_code(n, x[n].shape, B))
+        (
+            n,
+            misfit(0, "b", x[n].shape[0], B)
+            + f"; write {n}.expand({B}, -1, -1, -1)" * (x[n].shape[0] == 1),
+        )
         for n in dense
         if B is not None and x[n].shape[0] != B
     )
     if dense == ["k", "v"] and x["v"].shape[2] != k.shape[2]:
         yield from join_faults([("v", misfit(2, "j", x["v"].shape[2], k.shape[2]))])
-
-
-def repeat_code(name: str, shape: Sequence[int], B: int) -> str:
-    """How to write a tensor of one batch entry for B of them."""
-    return f"; write {name}.expand({B}, -1, -1, -1)" if shape[0] == 1 else ""
 
 
 def divides(G: int, H: int) -> bool:
@@ -224,7 +223,10 @@ def size_faults(x: Types, needs: Needs, most: tuple[int | None, int | None]) -> 
             yield from join_faults([(name, misfit(0, "b", own, B) + more)])
     if x.get("q_segments") == x.get("kv_segments") and sizes.get("i") == sizes.get("j"):
         fits = [name for name in fits if name != "kv_segments"]  # one tensor for both
-    loose = [axis for axis, free in zip("ij", lack_bounds(x, most), strict=True) if free]
+    # Queries, and keys, may be packed rows of sequences whose most rows nobody gave.
+    packed = {"i": "q_starts" in x}
+    packed["j"] = packed["i"] and "pages" not in x and len(x["k"].shape) == 3
+    loose = [axis for axis, size in zip("ij", most, strict=True) if packed[axis] and size is None]
     yield from join_faults(
         (name, needs[name].size_problem(name, x[name].shape, sizes, loose))
         for name in fits
@@ -236,13 +238,6 @@ def size_faults(x: Types, needs: Needs, most: tuple[int | None, int | None]) -> 
         for name, scale in PAIRS
         if scale in x and name in x
     )
-
-
-def lack_bounds(x: Types, most: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """If queries, if keys are packed rows of sequences whose most rows nobody gave."""
-    packed = "q_starts" in x
-    own = packed and "pages" not in x and len(x["k"].shape) == 3
-    return packed and most[0] is None, own and most[1] is None
 
 
 def scale_fault(name: str, scale: tuple[int, ...], of: tuple[int, ...], axes: str) -> str:

@@ -59,21 +59,16 @@ def leader_of(graph: Graph, eqn: Eqn, place: int) -> TensorSpec | None:
             n = roles[place].leader
             return None if n is None else value_spec(graph, eqn.args[n])
         case Weigh() | Pack(blind=False):
-            root = root_of(graph, eqn.args[0])
-            return None if root is None else value_spec(graph, root)
+            i = eqn.args[0]
+            while i >= len(graph.inputs):  # to the input at the end of first operands: q mostly
+                maker = next(maker for maker, outs in graph.numbered if i in outs)
+                if not maker.args:
+                    return None
+                i = maker.args[0]
+            return value_spec(graph, i)
         case Add() | Dequantise() | Quantise():
             return value_spec(graph, eqn.args[0])
     return None
-
-
-def root_of(graph: Graph, i: int) -> int | None:
-    """The input at the end of first operands, q for scores, weights and o; None without one."""
-    while i >= len(graph.inputs):
-        eqn = next(eqn for eqn, outs in graph.numbered if i in outs)
-        if not eqn.args:
-            return None
-        i = eqn.args[0]
-    return i
 
 
 def statistics(graph: Graph) -> frozenset[int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.graph import Graph, Op
 from attn_graph.ir.storage.packed import LENGTHS, PLACES, STARTS, full_sides, packed_sides
 from attn_graph.ir.storage.packing import (
     Lengths,
@@ -38,22 +38,13 @@ def check_data(graph: Graph, tensors: Mapping[int, torch.Tensor]) -> None:
                 require_first(graph.inputs[eqn.args[0]].name, values[eqn.args[0]])
                 (values[outs[0]],) = eqn.op.run(values[eqn.args[0]])
         elif eqn.op.attention is not None:
-            check_all_rows(graph, eqn, values)
+            for side in full_sides(graph, eqn) if eqn.op.packed else ():
+                starts = packed_sides(eqn)[side][0]
+                if starts in values:
+                    total = row_count(graph.types[eqn.args[PLACES[side]]].shape)
+                    require_last(STARTS[side], values[starts], total)
             known = {n: values[i] for n, i in enumerate(eqn.args) if i in values}
             check_operands(eqn.op, [graph.types[i] for i in eqn.args], known)
-
-
-def check_all_rows(graph: Graph, eqn: Eqn, values: Mapping[int, torch.Tensor]) -> None:
-    """Check starts of sides declared to have all rows in sequences. values: those known."""
-    if eqn.op.packed is None:
-        return
-    for side in full_sides(graph, eqn):
-        starts, total = (
-            packed_sides(eqn)[side][0],
-            row_count(graph.types[eqn.args[PLACES[side]]].shape),
-        )
-        if starts in values:
-            require_last(STARTS[side], values[starts], total)
 
 
 def show_seen_pages(graph: Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

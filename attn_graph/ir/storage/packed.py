@@ -384,18 +384,12 @@ class Packed(Fused):
 
 def full_sides(graph: Graph, eqn: Eqn) -> tuple[str, ...]:
     """The packed sides of an equation that are declared to have all rows in sequences."""
-    return tuple(side for side, op in lengths_by_side(graph, eqn).items() if op.all_rows)
-
-
-def lengths_by_side(graph: Graph, eqn: Eqn) -> dict[str, Lengths]:
-    """What makes the lengths of packed sides out of their starts, of an equation that is Packed."""
-    made: dict[tuple[int, ...], Lengths] = {
-        (*each.args, outs[0]): each.op
+    full = {
+        (*each.args, outs[0])
         for each, outs in graph.numbered
-        if isinstance(each.op, Lengths)
+        if isinstance(each.op, Lengths) and each.op.all_rows
     }
-    where = packed_sides(eqn)
-    return {side: made[where[side]] for side in where if where[side] in made}
+    return tuple(side for side, where in packed_sides(eqn).items() if where in full)
 
 
 def packed_sides(eqn: Eqn) -> dict[str, tuple[int, ...]]:

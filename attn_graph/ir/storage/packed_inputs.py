@@ -60,7 +60,7 @@ def find_packed_sides(
     GraphError for either on a side that is not packed, for `finite` without pages, and for
     `all_rows` without packed rows or beside their lengths.
     """
-    if problems := [*finite_problems(x, finite), *all_rows_problems(x, all_rows)]:
+    if problems := [*promise_problems(x, finite, all_rows)]:
         raise GraphError(*problems)
     ends = Lengths(bool(all_rows))
     rows: Sequences | None = None
@@ -134,14 +134,12 @@ def halves_of(x: Mapping[str, ValueType]) -> str:
     return f"; of one cache with both, pass cache{first} and cache{second}"
 
 
-def finite_problems(x: dict[str, Value], finite: object) -> Iterator[str]:
+def promise_problems(x: dict[str, Value], finite: object, all_rows: object) -> Iterator[str]:
+    """Promises of pools and of packed rows that are not given, or that lengths contradict."""
     if not isinstance(finite, bool):
         yield f"attention: finite_pages {show(finite)} is neither True nor False"
     elif finite and "pages" not in x:
         yield "attention: finite_pages=True speaks of pools, and pages= is not given; leave it out"
-
-
-def all_rows_problems(x: dict[str, Value], all_rows: object) -> Iterator[str]:
     packed = {"q_starts", "kv_starts"} & x.keys()
     if not isinstance(all_rows, bool):
         yield f"attention: all_rows {show(all_rows)} is neither True nor False"

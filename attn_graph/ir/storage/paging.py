@@ -81,21 +81,17 @@ def seen_by_entry(
     return first, stop
 
 
-def counted_pages(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """Booleans [B,pages], true for the pages with keys that count. page: rows of one."""
-    first, stop = seen
-    begin = (page * torch.arange(table.shape[1], device=table.device)).expand_as(table)
-    counted: torch.Tensor = begin < stop
-    if not isinstance(first, int) or first > 0:
-        counted = counted & (begin + page > first) & (stop > first)
-    return counted
-
-
 def readable_table(page: int, table: torch.Tensor, seen: Seen) -> torch.Tensor:
     """The table with the first page of an entry that counts, 0 without one, in place of pages that
     do not count. page: rows of one."""
-    counted, spare = counted_pages(page, table, seen), table[:, :1]
-    if table.numel() and (not isinstance(seen[0], int) or seen[0] > 0):
+    first, stop = seen
+    begins_late = not isinstance(first, int) or first > 0
+    begin = (page * torch.arange(table.shape[1], device=table.device)).expand_as(table)
+    counted: torch.Tensor = begin < stop  # [B,pages]
+    if begins_late:
+        counted = counted & (begin + page > first) & (stop > first)
+    spare = table[:, :1]
+    if table.numel() and begins_late:
         spare = table.gather(1, counted.long().argmax(1, keepdim=True))
     return table.where(counted, spare * counted.any(1, keepdim=True))
 

@@ -350,17 +350,12 @@ def invent_tensors(needs: Mapping[str, Data], sizes: Sizes) -> dict[str, torch.T
     """A random tensor for each name: floats, flags, and integers below the lesser of M and N."""
     random = torch.Generator("cpu").manual_seed(0)
     full = dict(zip("bhij", sizes, strict=True))
-    return {
-        name: fill_random(data.shape(full), data.dtypes, min(sizes[2:]), random)
-        for name, data in needs.items()
-    }
-
-
-def fill_random(
-    shape: tuple[int, ...], dtypes: Iterable[torch.dtype], most: int, random: torch.Generator
-) -> torch.Tensor:
-    """A random tensor of the first of these dtypes; its integers are below `most`."""
-    dtype = next(iter(dtypes))
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=random).to(dtype)
-    return torch.randint(most if dtype != torch.bool else 2, shape, generator=random).to(dtype)
+    made = {}
+    for name, data in needs.items():
+        shape, dtype = data.shape(full), next(iter(data.dtypes))
+        if dtype.is_floating_point:
+            made[name] = torch.randn(shape, generator=random).to(dtype)
+        else:
+            most = min(sizes[2:]) if dtype != torch.bool else 2
+            made[name] = torch.randint(most, shape, generator=random).to(dtype)
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -16,7 +16,7 @@ from attn_graph.ir.storage.packed import with_operands
 from attn_graph.ir.storage.paging import Unpage
 from attn_graph.masks import Mask
 from attn_graph.masks.canonical import canonical_mask
-from attn_graph.spec.dims import Dim, NamedSize, Sizes, are_numbers, bind
+from attn_graph.spec.dims import Dim, Sizes, are_numbers, bind
 
 
 def bind_graph(graph: Graph, sizes: Sizes) -> Graph:
@@ -120,29 +120,27 @@ def complete_sizes(
 
 def require_readable(graph: Graph) -> None:
     """Raise GraphError for names that no shape gives, and for sizes that need numbers."""
-    if problems := [*dim_problems(graph)]:
-        raise GraphError(*problems)
-
-
-def dim_problems(graph: Graph) -> Iterator[str]:
-    readable = {x.name for i in graph.inputs for n in i.spec.shape for x in read_off(n)}
+    problems = []
+    dims = [n for i in graph.inputs for n in i.spec.shape if isinstance(n, Dim)]
+    readable = {n.line[0].name for n in dims if n.line is not None}  # multiples, plus a number
     for symbol in graph.symbols:
         if symbol.name not in readable:
-            yield (
+            problems.append(
                 f"{symbol.name} is not the size of any axis of an input, so a call does not define "
                 "it; declare an axis by it, or pass a number"
             )
         if symbol.name in {i.name for i in graph.inputs}:
-            yield f"{symbol.name} names a size and an input; give one of them another name"
+            problems.append(
+                f"{symbol.name} names a size and an input; give one of them another name"
+            )
     pools = [graph.types[eqn.args[0]] for eqn in graph.eqns if isinstance(eqn.op, Unpage)]
-    for pool in pools:
-        if not are_numbers(*pool.shape[1:]):
-            yield f"unpage: of pool {pool} only the number of pages may have a name; give numbers"
-
-
-def read_off(n: int) -> tuple[NamedSize, ...]:
-    """The symbol that a size determines: n is a multiple of it plus a number."""
-    return n.line[:1] if isinstance(n, Dim) and n.line is not None else ()
+    problems += [
+        f"unpage: of pool {pool} only the number of pages may have a name; give numbers"
+        for pool in pools
+        if not are_numbers(*pool.shape[1:])
+    ]
+    if problems:
+        raise GraphError(*problems)
 
 
 def many_sizes(graph: Graph) -> bool:

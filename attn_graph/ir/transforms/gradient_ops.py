@@ -164,14 +164,9 @@ class SoftmaxJvp(Op):
         ts = ts.masked_fill(p == 0, 0.0)
         tlse = (p * ts).sum(-1)
         if sinks:
-            tlse = tlse + sink_tangent(sinks[0], sinks[1], lse)
+            own, tsinks = (x.to(lse.dtype)[:, None] for x in sinks)
+            tlse = tlse + torch.exp(own - lse).masked_fill_(lse == -INF, 0.0).mul_(tsinks)
         return p * (ts - tlse[..., None]), tlse
-
-
-def sink_tangent(sinks: torch.Tensor, tangent: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The share of the sinks' tangent [H] in that of lse [B,H,M]: exp(sinks - lse) tsinks."""
-    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -INF, 0.0)
-    return shares.mul_(tangent.to(lse.dtype)[:, None])
 
 
 @final

@@ -42,28 +42,10 @@ NO_SECOND_PUSH = (
 )
 
 
-def check_flags(name: str, node: Attention, flags: Sequence[bool]) -> None:
-    """Raise GraphError unless each operand has a flag, false if it can't have a tangent."""
-    if node.keeps:
-        raise GraphError(f"{name}: {node} keeps weights, which have no tangent; pass keeps=False")
-    if len(flags) != len(node.ranks):
-        problem = f"{len(flags)} tangents for {len(node.ranks)} operands; pass a flag for each"
-        raise GraphError(f"{name}: {problem}")
-    pairs = zip(node.roles, flags, node.trains, strict=True)
-    if fixed := [role for role, flag, trained in pairs if flag and not trained]:
-        raise GraphError(f"{name}: {', '.join(fixed)} can't have a tangent")
-
-
 def spread_flags(flags: Iterable[bool], tangents: Iterable[T]) -> tuple[T | None, ...]:
     """The tangents in the places of their flagged operands; None for the others."""
     each = iter(tangents)
     return tuple(next(each) if flag else None for flag in flags)
-
-
-def promise_problems(node: Attention, types: Sequence[ValueType]) -> Iterator[str]:
-    (B, H, M, _), N = types[0].shape, types[1].shape[2]
-    for modifier in node.modifiers:
-        yield from tangent_promise_problems(modifier, (B, H, M, N))
 
 
 @final
@@ -117,7 +99,17 @@ class AttentionJvp(Fused):
     is_gradient = True
 
     def __attrs_post_init__(self) -> None:
-        check_flags("attention_jvp", self.attention, self.tangents)
+        node, flags = self.attention, self.tangents
+        if node.keeps:
+            raise GraphError(
+                f"attention_jvp: {node} keeps weights, which have no tangent; pass keeps=False"
+            )
+        if len(flags) != len(node.ranks):
+            problem = f"{len(flags)} tangents for {len(node.ranks)} operands; pass a flag for each"
+            raise GraphError(f"attention_jvp: {problem}")
+        pairs = zip(node.roles, flags, node.trains, strict=True)
+        if fixed := [role for role, flag, trained in pairs if flag and not trained]:
+            raise GraphError(f"attention_jvp: {', '.join(fixed)} can't have a tangent")
         if self.grad is None and (self.with_tdo or self.with_tdlse):
             raise GraphError(
                 "attention_jvp: tangents of do and dlse go with a gradient, not a forward"
@@ -199,7 +191,9 @@ class AttentionJvp(Fused):
                 who, [*MOVED, "tdo", "tdlse"], [x.to, x.tlse, x.tdo, x.tdlse], [o, lse, o, lse]
             )
             yield from self.of.gradient_problems()
-        yield from promise_problems(node, types)
+        (B, H, M, _), N = types[0].shape, types[1].shape[2]
+        for modifier in node.modifiers:
+            yield from tangent_promise_problems(modifier, (B, H, M, N))
 
     def gradient_problems(self) -> Iterator[str]:
         if self.grad is not None:

@@ -17,22 +17,16 @@ Tensors = Mapping[str, torch.Tensor]  # by name
 DERIVATIVES = "torch._decomp.decompositions_for_jvp"
 
 
-def load_derivatives() -> None:
-    """Import what `make_dual` imports at its first call, without PyTorch's warning of its own code.
-
-    It scripts functions by torch.jit.script, which is deprecated.
-    """
-    imports = os.environ.get("PYTORCH_JIT", "1") == "1" and __debug__  # as make_dual
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """A context with forward mode: the current one, since PyTorch can't nest, or a new one."""
+    # make_dual imports this at its first call, if Python compiles at all. It scripts functions by
+    # torch.jit.script, which is deprecated: PyTorch would warn of its own code.
+    imports = os.environ.get("PYTORCH_JIT", "1") == "1" and __debug__
     if imports and DERIVATIVES not in sys.modules:
         with catch_warnings():
             simplefilter("ignore", DeprecationWarning)
             load_modules(DERIVATIVES)
-
-
-@contextmanager
-def forward_mode() -> Iterator[None]:
-    """A context with forward mode: the current one, since PyTorch can't nest, or a new one."""
-    load_derivatives()
     level = nullcontext() if forward_ad._current_level >= 0 else forward_ad.dual_level()
     with forward_ad._set_fwd_grad_enabled(True), level:
         yield

@@ -59,7 +59,12 @@ def vjp(
     """
     check_graph(graph, "vjp")
     graph = simplify(graph)
-    specs = cotangent_specs(graph, named_outputs(graph, cotangents))
+    given = graph.differentiable_outputs
+    if cotangents is not None:
+        own = value_names(graph)
+        known = {own[i]: i for i in graph.outputs}
+        given = numbers_of("cotangents", "output", cotangents, known)
+    specs = cotangent_specs(graph, given)
     wanted = wanted_inputs(graph, wants)
     names = [f"d{graph.inputs[n].name}" for n in wanted]
     back = lay_named(backward(graph, wanted, specs), names, {} if outputs is None else outputs)
@@ -139,13 +144,6 @@ def check_cotangents(graph: Graph, cotangents: Sequence[TensorSpec | None]) -> N
     if refused := [i for i in given if i not in known]:
         names = value_names(graph)
         raise GraphError(*[ops.no_gradient(names[i]) for i in refused])
-
-
-def named_outputs(graph: Graph, cotangents: Sequence[str] | None) -> tuple[int, ...]:
-    if cotangents is None:
-        return graph.differentiable_outputs
-    names = value_names(graph)
-    return numbers_of("cotangents", "output", cotangents, {names[i]: i for i in graph.outputs})
 
 
 def main_outputs(graph: Graph) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from attn_graph.errors import GraphError, binds, show
 from attn_graph.ir.attention import Attention
 from attn_graph.ir.builder import Builder, Value
 from attn_graph.ir.fused import Fused
-from attn_graph.ir.graph import Eqn, Graph, Input, Op, check_graph
+from attn_graph.ir.graph import Eqn, Graph, Input, check_graph
 from attn_graph.ir.modifiers import Alibi
 from attn_graph.ir.passes import canonicalise, fuse
 from attn_graph.ir.storage.packed import with_operands
@@ -172,19 +172,15 @@ def general_problems(graph: Graph) -> Iterator[str]:
                 "mapped, and each axis at a time: give one axis that holds both"
             )
         elif node is not None:
-            yield from node_problems(node)
+            if node.origin:
+                yield f"vmap: dropout has the origin {node.origin} of a part; map the whole"
+            for part in counting_parts(node.mask, node.modifiers):
+                yield (
+                    f"vmap: {type(part).__name__} is your own, and may count batch entries or "
+                    "heads; declare the graph with the larger batch"
+                )
         elif isinstance(eqn.op, Zeros) and outs[0] in read:
             yield "vmap: zeros that are read are not mapped"
-
-
-def node_problems(node: Attention) -> Iterator[str]:
-    if node.origin:
-        yield f"vmap: dropout has the origin {node.origin} of a part; map the whole"
-    for part in counting_parts(node.mask, node.modifiers):
-        yield (
-            f"vmap: {type(part).__name__} is your own, and may count batch entries or heads; "
-            "declare the graph with the larger batch"
-        )
 
 
 def letters_of(graph: Graph) -> dict[int, str]:
@@ -314,24 +310,17 @@ class MappedGraph:
         values = [b.input(i.name, i.spec) for i in self.inputs]
         values = [self.enter(x, n, way) for n, x in enumerate(values)]
         for eqn in graph.eqns:
-            if isinstance(eqn.op, Zeros):
-                op: Op = Zeros((self.size, *eqn.op.shape), eqn.op.dtype)
-            else:
-                op = self.map_op(eqn)
+            op, node = eqn.op, eqn.op.attention
+            if isinstance(op, Zeros):
+                op = Zeros((self.size, *op.shape), op.dtype)
+            elif node is not None and node.dropout:  # each entry draws as it would alone
+                B, H, *_ = graph.types[eqn.args[0]].shape
+                whole = evolve(node, origin=(0, 0, 0, 0, H, max(1, B)))
+                op = with_operands(op, whole, range(len(node.takes)))
             values += b.emit(op, *(values[i] for i in eqn.args))
         names = value_names(graph)
         outputs = [self.leave(values[i], i, way, names[i]) for i in graph.outputs]
         return b.build(*outputs)
-
-    def map_op(self, eqn: Eqn) -> Op:
-        """An equation's op; dropout draws for each entry as for it alone."""
-        node = eqn.op.attention
-        if node is None or not node.dropout:
-            return eqn.op
-        (B, H, *_) = self.graph.types[eqn.args[0]].shape
-        whole = evolve(node, origin=(0, 0, 0, 0, H, max(1, B)))
-        op: Op = with_operands(eqn.op, whole, range(len(node.takes)))
-        return op
 
     def enter(self, x: Value, n: int, way: Way) -> Value:
         if n not in self.letters or self.stays(n, way):
