@@ -287,7 +287,7 @@ class Lying:
 
     @cached_property
     def saved(self) -> dict[str, TensorSpec]:
-        """The specs of o and lse that a gradient reads, by name."""
+        """The specs of a gradient's o and lse, by name."""
         if self.problem.grad is None:
             return {}
         read = self.problem.grad.split(self.specs)

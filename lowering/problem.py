@@ -330,7 +330,7 @@ def is_broadcast(spec: TensorSpec) -> bool:
 
 
 def fits_loads(spec: TensorSpec) -> bool:
-    """True if kernels that load 16 bytes at a time read these rows where they lie."""
+    """True if kernels with loads of 16 bytes read these rows in place."""
     return spec.unit_last and not is_misaligned(spec) and not is_broadcast(spec)
 
 

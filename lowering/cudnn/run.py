@@ -319,7 +319,7 @@ class Run:
         return shape, dense_strides(shape)
 
     def blank(self, slot: Slot, x: Named, rooms: Rooms) -> torch.Tensor:
-        """An empty result; lse [T,H] of packed rows is that of rows without keys: -inf, or in a
+        """An empty result; lse [T,H] of packed rows is as of rows without keys: -inf, or in a
         sequence without keys the sinks."""
         device = x["q"].device
         if slot.source != "lse" or not slot.offsets:

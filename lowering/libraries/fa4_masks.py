@@ -99,7 +99,7 @@ def zeroed_names(lying: Lying) -> tuple[str, ...]:
 
 def copied_names(lying: Lying) -> tuple[str, ...]:
     """The operands copied for a call: cleaned ones, and ones off 16 bytes, except pages. Of a
-    gradient also o and statistics that the package would copy, as they lie."""
+    gradient also o and statistics, if the package would copy them as they lie."""
     p = lying.stepped
     given = dict(zip("qkv", p.specs, strict=False)) | lying.in_place
     off = {name for name, x in given.items() if is_misaligned(x) and name not in lying.pools}

@@ -208,7 +208,7 @@ class LaunchList:
         return self.lists[sizes]
 
     def make_lists(self, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[Pointers, Fixed]:
-        """Add the list, or the launches of each call for it where data decide the tiles, or
+        """Add the list, or the launches of each call for it if data decide the tiles, or
         planning would take long."""
         p, lists = self.problem, None
         name = f"lists{len(self.buffers) + len(self.tables)}"

@@ -135,7 +135,7 @@ def halves_of(x: Mapping[str, ValueType]) -> str:
 
 
 def promise_problems(x: dict[str, Value], finite: object, all_rows: object) -> Iterator[str]:
-    """Promises of pools and of packed rows that are not given, or that lengths contradict."""
+    """Promises about absent pools or packed rows, or against given lengths."""
     if not isinstance(finite, bool):
         yield f"attention: finite_pages {show(finite)} is neither True nor False"
     elif finite and "pages" not in x:

@@ -160,7 +160,7 @@ def lasting_registers(blocks: Iterable[Block]) -> Iterator[str]:
 
 
 def registers_of_results(step: Instruction) -> Iterator[str]:
-    """The registers that an instruction sets; none of a product, which reads them too."""
+    """The registers set by an instruction; none of a product: it reads them too."""
     if step.opcode in JUMPS or is_product(step):
         return
     if step.opcode.startswith("mov") or rule_of(step).results:
