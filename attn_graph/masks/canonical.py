@@ -67,6 +67,8 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
     since evaluating it takes time. Dims count as their largest size, which covers smaller ones too
     unless the bounds of the mask move with them.
     """
+    if is_fixed_band(mask) and are_numbers(M, N):  # trimmed: each bound left hides a place
+        return mask == EVERYTHING
     if next(dims_in(mask), None) is not None:
         return False
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
@@ -81,8 +83,8 @@ def is_ours(mask: Mask) -> bool:
 def simplify_parts(mask: Mask, M: int, N: int) -> Mask:
     """Simplify the parts of a mask. The result may keep every place, not yet EVERYTHING."""
     match mask:
-        case Band(low, high, ()):
-            return trim_band(low, high, M, N)
+        case Band(ragged=()):
+            return trim_band(mask, M, N)
         case Band(None, 0, ("kv_lengths",)) if M == 1:  # the one query is the last of its keys
             return KeyLengths()
         case Not(a):
@@ -109,21 +111,21 @@ def end_at_keys(parts: list[Mask]) -> list[Mask]:
     return [*dict.fromkeys(replaced)]
 
 
-def trim_band(low: int | None, high: int | None, M: int, N: int) -> Band:
+def trim_band(band: Band, M: int, N: int) -> Band:
     """A band without the bounds outside -M < j - i < N.
 
     A bound that excludes every place becomes the nearest such bound, so that it fits into int64.
     With Dims a bound goes only if it has no effect for any size.
     """
+    low, high = band.low, band.high
     if not are_numbers(M, N, low or 0, high or 0):
         return Band(
             None if low is None or surely_least(1 - M - low) >= 0 else low,
             None if high is None or surely_least(high - N + 1) >= 0 else high,
         )
-    return Band(
-        None if low is None or low <= 1 - M else min(low, N),
-        None if high is None or high >= N - 1 else max(high, -M),
-    )
+    low = None if low is None or low <= 1 - M else min(low, N)
+    high = None if high is None or high >= N - 1 else max(high, -M)
+    return band if (low, high) == (band.low, band.high) else Band(low, high)
 
 
 def simplified_parts(mask: Mask, join: type[Join], M: int, N: int) -> list[Mask]:

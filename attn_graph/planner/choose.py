@@ -148,14 +148,15 @@ def choose(
         raise NoBackendError(request.graph, refusals, refused_title(request))
     first = able[0]
     known = {name: price.seconds for name, price in prices.items() if price.seconds < UNKNOWN}
-    figures = [f"{b.name} {format_rough(known[b.name])}" for b in able if b.name in known]
+    priced = [b.name for b in able if b.name in known]
     if keeps_weights(request.graph):
         cause = KEPT
     elif len(able) == 1:
         limited = " allowed" if among is not None or request.options.avoid else ""
         cause = f"the only backend{limited} that supports the graph"
-    elif len(figures) > 1:
-        cause = f"{PREDICTED}, {BASIS[request.target.kind]}: {', '.join(figures)}"
+    elif len(priced) > 1:
+        figures = ", ".join([f"{name} {format_rough(known[name])}" for name in priced])
+        cause = f"{PREDICTED}, {BASIS[request.target.kind]}: {figures}"
     elif known or first is not ordered[0]:
         cause = FIRST_ABLE
     choice = Choice(first, cause, refusals, tuple([b.name for b in able[1:]]))

@@ -26,6 +26,7 @@ from attn_graph.masks import (
     QueryLengths,
     SameSegment,
 )
+from attn_graph.masks.canonical import is_ours
 from attn_graph.masks.joins import Not, Pair
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Untraceable
@@ -149,7 +150,8 @@ def ask_bits(problem: Problem, at: Extent) -> tuple[int, int]:
 def depends(problem: Problem) -> str:
     """The axes of the mask and the modifiers among "b" and "h", found by tracing them; both if they
     compute with nothing but tensors."""
-    if problem.node.mask is None and not problem.node.modifiers:
+    mask = problem.node.mask
+    if not problem.node.modifiers and (mask is None or (mask.relative and is_ours(mask))):
         return ""
     try:
         axes = Tracer.of(problem).axes()

@@ -221,9 +221,10 @@ def runs_by_entries(problem: Problem) -> bool:
 
 def cuts_entries(problem: Problem) -> bool:
     """True if a forward computes each batch entry by itself, of the keys left by data."""
-    p, (shape, strides) = problem, problem.layout_of_o
+    p = problem
     if p.is_empty or p.grad is not None or not (caps_entries(p) and is_worth_cutting(p)):
         return False
+    shape, strides = p.layout_of_o
     rows = p.specs[0], TensorSpec(shape, p.dtype, strides)
     viewed = p.H == p.G or all(x.is_dense for x in rows)
     return viewed and all(map(lies_in_rows, p.specs[:3]))

@@ -54,7 +54,7 @@ class CpuCase:
     fused: bool = True
     statistics: bool = False
 
-    @property
+    @cached_property
     def rates(self) -> CpuRates:
         return cpu_rates(torch.bfloat16 in self.own)
 
