@@ -371,14 +371,7 @@ class Backend:
 
     def reasons(self, request: Request) -> tuple[Reason, ...]:
         """Every reason against a graph, from the options too. Without one, it takes the graph."""
-        options, target = request.options, request.target
-        own: list[Reason] = []
-        if self.name in options.avoid:
-            actual = "avoid names it, at the call or around it"
-            own.append(Reason("avoided", "is not to run", actual, "{limit}: {actual}"))
-        if self.one_size and options.resized:
-            actual = "Dims without classes stand for any"
-            own.append(Reason("one_size", "plans for one size", actual))
+        own, target = self.unwanted(request.options), request.target
         if (absent := self.no_device(target)) is not None:
             return (*own, absent)
         if self.real and target.is_emulated:
@@ -386,6 +379,17 @@ class Backend:
             own.append(Reason("emulated", "runs on a real GPU", actual))
         seen = request.with_graph(self.seen(request.graph)) if request.graph.layouts else request
         return (*own, *map(Reason.of, self.why_not(seen)))
+
+    def unwanted(self, options: Options) -> list[Reason]:
+        """Every reason against it that the options give, whatever the graph and the target."""
+        own: list[Reason] = []
+        if self.name in options.avoid:
+            actual = "avoid names it, at the call or around it"
+            own.append(Reason("avoided", "is not to run", actual, "{limit}: {actual}"))
+        if self.one_size and options.resized:
+            actual = "Dims without classes stand for any"
+            own.append(Reason("one_size", "plans for one size", actual))
+        return own
 
     def foreseen(self, request: Request) -> Foreseen:
         """The needs of a graph it takes."""
@@ -408,3 +412,13 @@ class Backend:
         own = {*self.lays(graph)}
         layouts = tuple([x if n in own else None for n, x in enumerate(graph.layouts)])
         return evolve(graph, layouts=layouts if own else ())
+
+
+def refuse_devices(
+    backends: Sequence[Backend], request: Request
+) -> dict[str, tuple[Reason, ...]]:
+    """The reasons of the backends for another kind of device, by name: nothing more is asked of
+    these. Backends with one rule for devices share its reason."""
+    rules = {rule: rule(request.target) for rule in {b.no_device for b in backends}}
+    absent = [(b, reason) for b in backends if (reason := rules[b.no_device]) is not None]
+    return {b.name: (*b.unwanted(request.options), reason) for b, reason in absent}

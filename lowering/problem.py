@@ -163,6 +163,11 @@ class Problem:
         return self.node.dropout > 0 and self.dtype != self.wide and not self.node.part
 
     @cached_property
+    def mask_reads(self) -> bool:
+        """True if the mask reads tensors."""
+        return self.node.mask is not None and bool(self.node.mask.needs)
+
+    @cached_property
     def has_blind_rows(self) -> bool:
         """True if a query may see no key, as far as is known before a call. Its lse is -inf."""
         return any(m.hides for m in self.node.modifiers) or self.mask_has_blind_rows
@@ -171,9 +176,9 @@ class Problem:
     def mask_has_blind_rows(self) -> bool:
         """True if the mask alone may leave a query no key."""
         mask = self.node.mask
-        if mask is None or mask.needs:
-            return mask is not None and not sees_everywhere(self)
-        strip = mask.strip(Place(0, 0, 0, 0, self.H, self.M, self.N))
+        if mask is None:
+            return False
+        strip = None if self.mask_reads else mask.strip(Place(0, 0, 0, 0, self.H, self.M, self.N))
         if strip is not None:
             return not strip_sees_everywhere(strip, self.M, self.N)
         return not sees_everywhere(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar, final
 from warnings import warn_explicit
@@ -23,11 +23,13 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.passes import keeps_weights
 from attn_graph.lowering.backend import (
     UNKNOWN,
+    UNPRICED,
     Backend,
     Executable,
     Price,
     RefusedError,
     no_device_test,
+    refuse_devices,
 )
 from attn_graph.lowering.request import Named, Options, Request
 from attn_graph.machine.torch_switches import KernelName
@@ -129,6 +131,7 @@ def choose(
     backend's reasons if all refuse; warns or raises by on_fallback if only `math` is left.
     """
     among, prices = permitted_backends(request), dict[str, Price]()
+    elsewhere = refuse_devices(BACKENDS if among is None else among, request)
     ordered: Sequence[Backend]
     if among is not None:
         if not among:
@@ -138,10 +141,11 @@ def choose(
     elif kernels := request.options.switches.order(request.target.kind, request.target.sm):
         ordered, cause = by_priority(kernels), "first in the order set by sdpa_kernel"
     else:
-        prices = price_all(request)
+        prices = price_all(request, elsewhere)
         ordered = sorted(BACKENDS, key=lambda b: (prices[b.name].seconds, prices[b.name].traffic))
         cause = "first in the order of preference"
-    reasons = [(b, late.get(b.name) or known_reasons(b, request)) for b in ordered]
+    early = {**elsewhere, **late}
+    reasons = [(b, early.get(b.name) or known_reasons(b, request)) for b in ordered]
     able = [b for b, against in reasons if not against]
     refusals = tuple([(b.name, against) for b, against in reasons if against])
     if not able:
@@ -165,9 +169,10 @@ def choose(
     return choice
 
 
-def price_all(request: Request) -> dict[str, Price]:
-    """The price of each of our backends, by name, of the graph as declared."""
-    return {b.name: b.price(request) for b in BACKENDS}
+def price_all(request: Request, elsewhere: Collection[str] = ()) -> dict[str, Price]:
+    """The price of each of our backends, by name, of the graph as declared. elsewhere: the names of
+    those for other devices, without a price."""
+    return {b.name: UNPRICED if b.name in elsewhere else b.price(request) for b in BACKENDS}
 
 
 def refused_title(request: Request) -> str:

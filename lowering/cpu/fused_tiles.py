@@ -90,7 +90,7 @@ class FusedTiles:
         p, mask, bounded = self.problem, self.problem.node.mask, bool(self.problem.node.modifiers)
         if mask is None and (p.M <= DATA_ROWS or not bounded):
             return tuple(self.shortened([whole_tile(p, "full")]))
-        if mask is not None and mask.needs:
+        if p.mask_reads:
             whole = None if looks_pay(p, self.rates) else [whole_tile(p, "mixed")]
         else:
             whole = self.list_tiles({}, MOST_POINTS)

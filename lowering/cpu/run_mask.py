@@ -100,7 +100,7 @@ class RunMask:
         p, mask = tiles.problem, tiles.problem.node.mask
         if mask is None:
             return None
-        few = not mask.needs or count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
+        few = not p.mask_reads or count_caps(p) * p.dtype.itemsize <= MOST_HELD_CAPS
         return cls(tiles, batch, p.has_blind_rows, few and reads_numbers(p))
 
     # What calls ask of the problem, answered once
@@ -207,7 +207,7 @@ def caps_entries(problem: Problem) -> bool:
     """True if data cap runs of whole batch entries: with short rows, or few in half precision,
     reading all keys takes less time than copying or skipping some."""
     p, rows = problem, problem.lines
-    if not p.node.is_bare or p.node.mask is None or not p.node.mask.needs:
+    if not p.mask_reads or not p.node.is_bare:
         return False
     few = rows < FEW_ROWS and (p.dtype != p.wide or is_worth_cutting(p))
     suits = few or p.M * p.N <= MOST_CAPPED

@@ -68,7 +68,7 @@ class CpuCase:
     def share(self) -> float:
         """The share of the scores in blocks of queries, under a mask without data; else all."""
         p, mask = self.problem, self.problem.node.mask
-        if mask is None or mask.needs:
+        if mask is None or p.mask_reads:
             return 1.0
         pairs = most_pairs(mask, (p.B, p.H, p.G, p.M, p.N)) + count_edges(p) // 2
         return min(1.0, pairs / prod(p.sizes))
@@ -211,7 +211,7 @@ def kernel_pass(case: CpuCase) -> float:
     once = p.B * p.H * p.M * rates.kernel_row
     touches = 1 if p.grad is None else 2  # gradients of k and v too
     computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
-    if mask is None or not mask.needs:
+    if mask is None or not p.mask_reads:
         return once + case.share * computes
     whole = rates.hides * prod(p.sizes) + computes
     if not looks_pay(p, rates):  # then all keys are read
@@ -263,7 +263,7 @@ def hide_seconds(case: CpuCase, *, by_tile: bool = False) -> float:
     if mask is None:
         return 0.0
     places = prod(p.sizes)
-    if not mask.needs:
+    if not p.mask_reads:
         return count_edges(p) * rates.hides_by_tile * case.factors.itemsize / p.wide.itemsize
     if by_tile or not (has_few_scores(p) or (p.grad is None and caps_entries(p))):
         return places * rates.hides_by_tile + p.B * READ_MASK * rates.product_call
