@@ -153,8 +153,8 @@ def unfold(executable: Executable, folding: Folding) -> Executable:
 def fold_heads(facts: Facts) -> Folding | None:
     """A graph of one attention, or one gradient, with heads folded, or None."""
     graph, problem = facts.graph, facts.problem
-    folded = None if problem is None or shares_rows(graph, problem) else fold_problem(problem)
-    if folded is None:
+    folded = None if problem is None else fold_problem(problem)
+    if problem is None or folded is None or shares_rows(graph, problem):
         return None
     (eqn,) = graph.eqns
     known = dict(zip(eqn.args, folded.specs, strict=True))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
+from operator import attrgetter
 from typing import Any, ClassVar, Never, NoReturn, TypeVar, final
 
 import torch
@@ -330,7 +331,7 @@ class Graph:
     @cached_property
     def differentiable_outputs(self) -> tuple[int, ...]:
         """The outputs that have a gradient, and so may have a cotangent."""
-        constant = self.named_results(lambda op: op.without_gradient)
+        constant = self.named_results(attrgetter("without_gradient"))
         return tuple(i for i in self.outputs if i not in constant)
 
     @property

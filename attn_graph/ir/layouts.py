@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import cast
 
 from attn_graph.errors import GraphError, show
@@ -73,7 +74,7 @@ def leader_of(graph: Graph, eqn: Eqn, place: int) -> TensorSpec | None:
 
 def statistics(graph: Graph) -> frozenset[int]:
     """The values that are statistics of rows."""
-    return graph.named_results(lambda op: op.statistics)
+    return graph.named_results(attrgetter("statistics"))
 
 
 def require_layouts(outputs: object) -> None:

@@ -200,4 +200,6 @@ def one_of(name: str, value: Value, values: object) -> Value:
 
 def backend_names(backends: Sequence[str | Backend]) -> tuple[str, ...]:
     """The names of backends, each once and sorted. Raises GraphError for an unknown one."""
+    if not backends:
+        return ()
     return tuple(sorted({backend.name for backend in find("resolve_backends")(backends)}))

@@ -102,7 +102,8 @@ def first_of_repeated(x: torch.Tensor) -> tuple[slice, ...]:
 def open_graph(graph: Graph) -> Opened | None:
     """The graph of one attention, or a gradient, without its boolean masks joined by &, with the
     remaining inputs and the removed ones; None for other graphs."""
-    op = graph.eqns[0].op if len(graph.eqns) == 1 else None
+    flags = any(i.spec.dtype == torch.bool for i in graph.inputs)
+    op = graph.eqns[0].op if flags and len(graph.eqns) == 1 else None
     node = None if op is None or op.packed else op.attention
     parts = and_parts(node.mask) if node else []
     rest = [part for part in parts if not isinstance(part, Keep)]

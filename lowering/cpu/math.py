@@ -99,11 +99,13 @@ def plan_tiles(request: Request) -> tuple[AttentionTiles | None, ...]:
 
 def tile_equations(facts: Facts, fused: bool, own: Dtypes) -> tuple[AttentionTiles | None, ...]:
     """fused: True if PyTorch's fused CPU kernel may run. own: the CPU's native product dtypes."""
-    return tuple([tile_equation(facts, eqn, fused, own) for eqn in facts.graph.eqns])
+    case = facts.once(sole_case, own, fused)
+    if case is not None and case.problem is facts.problem and not case.problem.lies:
+        return (tile_case(case),)  # which has its prices
+    return tuple([tile_equation(facts.graph, eqn, fused, own) for eqn in facts.graph.eqns])
 
 
-def tile_equation(facts: Facts, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
-    graph = facts.graph
+def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> AttentionTiles | None:
     op, specs = eqn.op, operand_specs(graph, eqn)
     if op.packed or not op.attention:
         return None
@@ -116,9 +118,7 @@ def tile_equation(facts: Facts, eqn: Eqn, fused: bool, own: Dtypes) -> Attention
     problem = Problem.of(op, specs)
     if problem.is_empty:
         return None
-    case = CpuCase(problem, own, fused, gives_statistics(graph, eqn))
-    priced = facts.once(sole_case, own, fused)
-    return tile_case(case if priced is None or priced != case else priced)
+    return tile_case(CpuCase(problem, own, fused, gives_statistics(graph, eqn)))
 
 
 def tile_case(case: CpuCase) -> AttentionTiles:
@@ -310,7 +310,8 @@ def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
     if tiles is None:
         specs = operand_specs(request.graph, eqn)
         return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
-    ends = Ends.of(eqn.op, operand_specs(request.graph, eqn))
+    reads = tiles.problem.mask_reads  # the lengths that end rows are the mask's
+    ends = Ends.of(eqn.op, operand_specs(request.graph, eqn)) if reads else None
     call, infer = ready_tiles(tiles, ends, request.options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
     relaid = relaid_note(tiles.problem, kept_order(tiles))

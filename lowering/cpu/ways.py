@@ -74,6 +74,34 @@ class CpuCase:
         return min(1.0, pairs / prod(p.sizes))
 
     @cached_property
+    def gaps(self) -> int:
+        """Bytes of q, k and v copied for products, as oneDNN needs them without gaps."""
+        return sum(spec.type.bytes for spec in self.problem.specs[:3] if not lies_flat(spec))
+
+    @property
+    def products(self) -> int:
+        """Calls for one product: operands with gaps between heads are multiplied by entries."""
+        return self.problem.B if self.gaps else 1
+
+    @cached_property
+    def kernel_pass(self) -> float:
+        """The price of one forward of the fused kernel, or of as much of a backward."""
+        p, rates, mask = self.problem, self.rates, self.problem.node.mask
+        packs = rates.native_half and p.dtype == torch.bfloat16 and p.grad is None
+        reads = (PACKED if packs else 1) * count_numbers(p) / rates.kernel_reads
+        once = p.B * p.H * p.M * rates.kernel_row
+        touches = 1 if p.grad is None else 2  # gradients of k and v too
+        computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
+        if mask is None or not p.mask_reads:
+            return once + self.share * computes
+        whole = rates.hides * prod(p.sizes) + computes
+        if not looks_pay(p, rates):  # then all keys are read
+            return once + whole + (0.0 if hides_by_booleans(p) else READ_MASK * rates.product_call)
+        if any(isinstance(leaf, Keep) for leaf in leaves(mask)):
+            return once + rates.look + whole
+        return once + count_looks(p) * rates.look + computes / 2
+
+    @cached_property
     def cheapest(self) -> tuple[CpuWay, float]:
         """The cheapest way, and its price; the first of equal ones."""
         able = [(way, way.seconds(self)) for way in WAYS if way.refuses(self) is None]
@@ -189,7 +217,7 @@ def kernel_seconds(case: CpuCase) -> float:
     times as fast to be worth this memory. A forward in float16 copies k and v."""
     p = case.problem
     copies = p.grad is not None and case.factors != p.wide
-    once = (COPIED if copies else 1) * pulls(p) * kernel_pass(case)
+    once = (COPIED if copies else 1) * pulls(p) * case.kernel_pass
     reads = count_numbers(p) * p.dtype.itemsize / case.rates.product_reads
     return once + (reads if p.dtype == torch.float16 and p.grad is None else 0.0)
 
@@ -201,29 +229,12 @@ def sdpa_seconds(case: CpuCase) -> float:
     converts = p.dtype == torch.float16 or (p.dtype != p.wide and p.grad is not None)
     blocks = -(-p.M // DATA_ROWS) if converts else 0
     more = blocks * count_numbers(p) / case.rates.kernel_reads
-    return pulls(p) * (kernel_pass(case) + more)
-
-
-def kernel_pass(case: CpuCase) -> float:
-    p, rates, mask = case.problem, case.rates, case.problem.node.mask
-    packs = rates.native_half and p.dtype == torch.bfloat16 and p.grad is None
-    reads = (PACKED if packs else 1) * count_numbers(p) / rates.kernel_reads
-    once = p.B * p.H * p.M * rates.kernel_row
-    touches = 1 if p.grad is None else 2  # gradients of k and v too
-    computes = prod(p.sizes) * score_seconds(p, rates) + touches * p.H // p.G * reads
-    if mask is None or not p.mask_reads:
-        return once + case.share * computes
-    whole = rates.hides * prod(p.sizes) + computes
-    if not looks_pay(p, rates):  # then all keys are read
-        return once + whole + (0.0 if hides_by_booleans(p) else READ_MASK * rates.product_call)
-    if any(isinstance(leaf, Keep) for leaf in leaves(mask)):
-        return once + rates.look + whole
-    return once + count_looks(p) * rates.look + computes / 2
+    return pulls(p) * (case.kernel_pass + more)
 
 
 def rows_seconds(case: CpuCase) -> float:
     p, rates = case.problem, case.rates
-    again = rows_pass(case, case.share) + gap_bytes(p) / rates.copies
+    again = rows_pass(case, case.share) + case.gaps / rates.copies
     return pulls(p) * again + hide_seconds(case)
 
 
@@ -233,7 +244,7 @@ def rows_pass(case: CpuCase, share: float) -> float:
     dtype = p.wide if p.dtype == torch.float16 else p.dtype
     computes = compute_seconds(case, dtype, dtype)
     computes += count_numbers(p) * dtype.itemsize / rates.product_reads
-    calls = p.B if cuts else count_products(p)
+    calls = p.B if cuts else case.products
     return calls * rates.product_call + computes * (0.5 if cuts else share)
 
 
@@ -244,8 +255,8 @@ def products_seconds(case: CpuCase) -> float:
     reads = rates.kernel_reads if factors != p.dtype else rates.product_reads / factors.itemsize
     computes = compute_seconds(case, factors, p.wide)
     computes += count_numbers(p) / reads
-    copied = gap_bytes(p) / rates.copies if factors != p.wide else 0.0
-    again = 3 * count_products(p) * rates.product_call + case.share * computes + copied
+    copied = case.gaps / rates.copies if factors != p.wide else 0.0
+    again = 3 * case.products * rates.product_call + case.share * computes + copied
     once = pulls(p) * again + hide_seconds(case, by_tile=True)
     return (COPIED if factors != p.dtype and p.grad is None else 1) * once
 
@@ -279,16 +290,6 @@ def count_numbers(problem: Problem) -> int:
     return sum(prod(spec.shape) for spec in problem.specs[1:3])
 
 
-def gap_bytes(problem: Problem) -> int:
-    """Bytes of q, k and v copied for products, as oneDNN needs them without gaps."""
-    return sum(spec.type.bytes for spec in problem.specs[:3] if not lies_flat(spec))
-
-
-def count_products(problem: Problem) -> int:
-    """Of one product: operands with gaps between heads are multiplied entry by entry."""
-    return problem.B if gap_bytes(problem) else 1
-
-
 def count_edges(problem: Problem) -> int:
     """Scores at the edges of a mask that depends on j - i, in blocks of queries."""
     return problem.B * problem.H * problem.M * min(problem.M, DATA_ROWS)
@@ -314,7 +315,7 @@ def kept_seconds(case: CpuCase) -> float:
     p, rates = case.problem, case.rates
     scores = prod(p.sizes) * p.dtype.itemsize
     moved = 2 * scores / rates.product_reads
-    copied = (1 + PULL) * gap_bytes(p) / rates.copies
+    copied = (1 + PULL) * case.gaps / rates.copies
     again = (1 + KEPT) * rows_pass(case, 1.0) - (KEPT - 1) * scores / rates.softmax
     return again + moved + copied + hide_seconds(case)
 

@@ -174,13 +174,12 @@ def residuals(graph: Graph) -> tuple[int, ...]:
     Of an attention o and lse, and other statistics if an equation reads them.
     """
     read = {i for eqn in graph.eqns if not eqn.op.is_view for i in eqn.args}
-    return tuple(
-        i
-        for eqn, outs in graph.numbered
-        if eqn.op.saved
-        for name, i in zip(eqn.op.names, outs, strict=True)
-        if name in eqn.op.saved or i in read
-    )
+    kept: list[int] = []
+    for eqn, outs in graph.numbered:
+        if saved := eqn.op.saved:
+            named = zip(eqn.op.names, outs, strict=True)
+            kept += [i for name, i in named if name in saved or i in read]
+    return tuple(kept)
 
 
 def value_names(graph: Graph) -> dict[int, str]:
