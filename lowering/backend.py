@@ -419,6 +419,6 @@ def refuse_devices(
 ) -> dict[str, tuple[Reason, ...]]:
     """The reasons of the backends for another kind of device, by name: nothing more is asked of
     these. Backends with one rule for devices share its reason."""
-    rules = {rule: rule(request.target) for rule in {b.no_device for b in backends}}
+    rules = {rule: rule(request.target) for rule in dict.fromkeys(b.no_device for b in backends)}
     absent = [(b, reason) for b in backends if (reason := rules[b.no_device]) is not None]
     return {b.name: (*b.unwanted(request.options), reason) for b, reason in absent}

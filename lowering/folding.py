@@ -6,7 +6,7 @@ tells these rows apart: in a decoding step, say, with one query and grouped head
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -106,18 +106,21 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
     For backends without `foresees` and `variants`, since these see the graph as it was.
     """
 
-    def why_not(request: Request) -> Iterator[Reason | str]:
-        folding = request.facts.once(fold_heads) if request.target.kind == kind else None
-        yield from backend.why_not(request.with_graph(folding.graph if folding else request.graph))
+    def folding_of(request: Request) -> Folding | None:
+        return request.facts.once(fold_heads) if request.target.kind == kind else None
+
+    def why_not(request: Request) -> Iterable[Reason | str]:
+        folding = folding_of(request)
+        return backend.why_not(request.with_graph(folding.graph) if folding else request)
 
     def lower(request: Request) -> Executable:
-        folding = request.facts.once(fold_heads) if request.target.kind == kind else None
+        folding = folding_of(request)
         if folding is None:
             return backend.lower(request)
         return unfold(backend.lower(request.with_graph(folding.graph)), folding)
 
     def lower_any(request: Request) -> Executable | None:
-        folding = request.facts.once(fold_heads) if request.target.kind == kind else None
+        folding = folding_of(request)
         if folding is None:
             return backend.lower_any(request)
         folded = backend.lower_any(request.with_graph(folding.graph))

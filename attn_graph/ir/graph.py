@@ -295,7 +295,7 @@ class Graph:
         """True if an equation is part of a derivative."""
         return any(eqn.op.is_gradient for eqn in self.eqns)
 
-    @property
+    @cached_property
     def gradient_problems(self) -> tuple[str, ...]:
         """Why this graph has no gradient; empty if it has one."""
         if self.outputs and not self.differentiable_outputs:

@@ -162,6 +162,8 @@ def depends(problem: Problem) -> str:
 
 def shapes_of_data(problem: Problem) -> Tensors:
     """Zeros in the shapes of the mask's tensors, for questions independent of values."""
+    if not problem.mask_reads:
+        return {}
     return {
         n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
         for n, s in problem.by_role.mask.items()

@@ -37,9 +37,8 @@ def refuse_far_rows(node: Attention, lse: torch.Tensor) -> None:
         raise FarRowsError
 
 
-def or_by_products(work: Work, op: Attention | AttentionGrad, options: Options) -> Work:
+def or_by_products(work: Work, again: ByProducts) -> Work:
     """The work, done by matrix products if it raises FarRowsError."""
-    again = ByProducts(op, options)
 
     def call(
         device: torch.device, *operands: torch.Tensor, rooms: Rooms | None = None

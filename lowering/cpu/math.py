@@ -28,7 +28,7 @@ from attn_graph.lowering.cpu.absent import Ends, Reach, clear_after, clear_first
 from attn_graph.lowering.cpu.all_kept import open_graph, skips_booleans
 from attn_graph.lowering.cpu.any_size import Lowered, Ready, SizedStep
 from attn_graph.lowering.cpu.asking import POSITIONS
-from attn_graph.lowering.cpu.far_rows import or_by_products
+from attn_graph.lowering.cpu.far_rows import ByProducts, or_by_products
 from attn_graph.lowering.cpu.fused_calls import FusedRun, sink_bytes
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.packed import PackedRun, any_packed_step, packed_step, runs_any_size
@@ -333,6 +333,8 @@ def writes_into(tiles: AttentionTiles) -> bool:
 
 def count_temporary(tiles: AttentionTiles) -> int:
     """Bytes allocated by tiles beside the workspace, and by the gradient of sinks after them."""
+    if tiles.problem.grad is None:
+        return tiles.temporary
     after = sink_bytes(tiles.problem) if isinstance(tiles, FusedTiles) else 0
     most = max(tiles.temporary + total_bytes(tiles.problem), after)
     return most + relaid_bytes(tiles.problem, kept_order(tiles))
@@ -354,13 +356,14 @@ def ready_tiles(tiles: AttentionTiles, ends: Ends | None, options: Options) -> R
 
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
-        if not isinstance(tiles, FusedTiles) or (tiles.alone and tiles.problem.grad is None):
-            return leased
-        return or_by_products(leased, tiles.problem.grad or tiles.problem.node, options)
+        return leased if by_products is None else or_by_products(leased, by_products)
 
+    grad = tiles.problem.grad
+    joins = isinstance(tiles, FusedTiles) and not (tiles.alone and grad is None)
+    by_products = ByProducts(grad or tiles.problem.node, options) if joins else None
     work, leaner = works_of(tiles)
     if ends is not None:
-        after = isinstance(tiles, RowTiles) and not (tiles.problem.grad or tiles.spans)
+        after = isinstance(tiles, RowTiles) and not (grad or tiles.spans)
         clear = partial(clear_after if after else clear_first, ends.reaching(reach_of(tiles)))
         work, leaner = partial(clear, work), None if leaner is None else partial(clear, leaner)
     call = lease(work)

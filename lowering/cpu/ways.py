@@ -240,7 +240,8 @@ def rows_seconds(case: CpuCase) -> float:
 
 def rows_pass(case: CpuCase, share: float) -> float:
     """Without copies and masks. share: of the scores, unless data picks the keys of an entry."""
-    p, rates, cuts = case.problem, case.rates, cuts_entries(case.problem)
+    p, rates = case.problem, case.rates
+    cuts = p.mask_reads and cuts_entries(p)
     dtype = p.wide if p.dtype == torch.float16 else p.dtype
     computes = compute_seconds(case, dtype, dtype)
     computes += count_numbers(p) * dtype.itemsize / rates.product_reads
