@@ -414,9 +414,7 @@ class Backend:
         return evolve(graph, layouts=layouts if own else ())
 
 
-def refuse_devices(
-    backends: Sequence[Backend], request: Request
-) -> dict[str, tuple[Reason, ...]]:
+def refuse_devices(backends: Sequence[Backend], request: Request) -> dict[str, tuple[Reason, ...]]:
     """The reasons of the backends for another kind of device, by name: nothing more is asked of
     these. Backends with one rule for devices share its reason."""
     rules = {rule: rule(request.target) for rule in dict.fromkeys(b.no_device for b in backends)}

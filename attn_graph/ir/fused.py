@@ -95,7 +95,7 @@ class Fused(Op):
         """For each operand: "rows" if laid out like q, "keys" if like k, else ""."""
         return tuple([role.side for role in self.takes])
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(map(NAME, self.gives))
 

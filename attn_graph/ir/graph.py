@@ -430,8 +430,8 @@ def require_constant(name: str, value: object) -> None:
 
 def require_positive(_: object, attribute: Attribute[float], value: float) -> None:
     """A validator. Raises GraphError unless it is a positive, finite number."""
-    require_constant(attribute.name, value)
     if not (isinstance(value, float) and 0 < value < INF):
+        require_constant(attribute.name, value)
         name = ARGUMENTS.get(attribute.name, attribute.name)
         off = f"; write {name}=None for none" if isinstance(value, float) and value == 0 else ""
         raise GraphError(f"{name} {show(value)} must be a positive, finite number{off}")
@@ -439,8 +439,8 @@ def require_positive(_: object, attribute: Attribute[float], value: float) -> No
 
 def require_finite(_: object, attribute: Attribute[float], value: float) -> None:
     """A validator. Raises GraphError unless it is a finite number."""
-    require_constant(attribute.name, value)
     if not (isinstance(value, float) and math.isfinite(value)):
+        require_constant(attribute.name, value)
         raise GraphError(f"{attribute.name} {show(value)} must be a finite number")
 
 

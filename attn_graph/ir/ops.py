@@ -268,8 +268,8 @@ def beside(s: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 
 def require_rate(_: object, attribute: object, rate: float) -> None:
     """A validator. Raises GraphError for a rate outside [0, 1)."""
-    require_constant("rate", rate)
     if not (isinstance(rate, float) and 0 <= rate < 1):
+        require_constant("rate", rate)
         raise GraphError(f"dropout: rate {show(rate)} is not in [0, 1)")
 
 
