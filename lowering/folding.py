@@ -107,7 +107,9 @@ def folds_heads(backend: Backend, kind: str) -> Backend:
     """
 
     def folding_of(request: Request) -> Folding | None:
-        return request.facts.once(fold_heads) if request.target.kind == kind else None
+        problem = request.facts.problem
+        shares = problem is not None and problem.H != problem.G
+        return request.facts.once(fold_heads) if shares and request.target.kind == kind else None
 
     def why_not(request: Request) -> Iterable[Reason | str]:
         folding = folding_of(request)

@@ -127,7 +127,7 @@ class Problem:
         """True for softmax(scale q k^T) v alone: no mask, modifier, sink or dropout."""
         return self.node.is_bare and self.node.mask is None
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """True without a query or without a key: nothing to compute."""
         return 0 in self.sizes

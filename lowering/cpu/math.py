@@ -302,25 +302,31 @@ def fix_exact(fix: Callable[..., Write], kind: str, given: Mapping[int, torch.Te
 
 
 def step_of(request: Request, eqn: Eqn, tiles: AttentionTiles | None) -> Step:
-    """How an equation runs: in tiles, or by its definition."""
-    if isinstance(eqn.op, Lengths):
-        return lengths_step(request.graph, eqn)
-    if eqn.op.packed:
-        return packed_step(packed_run(request, eqn), request.options.workspace)
+    """How an equation runs: in tiles, or without them."""
     if tiles is None:
-        specs = operand_specs(request.graph, eqn)
-        return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
-    reads = tiles.problem.mask_reads  # the lengths that end rows are the mask's
-    ends = Ends.of(eqn.op, operand_specs(request.graph, eqn)) if reads else None
+        return untiled_step(request, eqn)
+    p = tiles.problem
+    # The lengths that end rows are the mask's.
+    ends = Ends.of(eqn.op, operand_specs(request.graph, eqn)) if p.mask_reads else None
     call, infer = ready_tiles(tiles, ends, request.options)
     temporary = count_temporary(tiles) + (ends.bytes if ends else 0)
-    relaid = relaid_note(tiles.problem, kept_order(tiles))
+    relaid = () if p.grad is None else relaid_note(p, kept_order(tiles))
     note = "; ".join([tiles.summary(), *([ends.note] if ends else []), *relaid])
     by_products = isinstance(tiles, RowTiles | ProductTiles)
     block = tiles.block if isinstance(tiles, FusedTiles) else 0
     writes = writes_into(tiles)
     size = tiles.scratch.bytes
     return Step(call, size, temporary, note, infer, by_products, writes, block=block)
+
+
+def untiled_step(request: Request, eqn: Eqn) -> Step:
+    """How an equation without tiles of its own runs: a sequence at a time, or by its definition."""
+    if isinstance(eqn.op, Lengths):
+        return lengths_step(request.graph, eqn)
+    if eqn.op.packed:
+        return packed_step(packed_run(request, eqn), request.options.workspace)
+    specs = operand_specs(request.graph, eqn)
+    return Step(run_definition(eqn.op, specs), temporary=needed_by_definition(eqn, specs))
 
 
 def writes_into(tiles: AttentionTiles) -> bool:
