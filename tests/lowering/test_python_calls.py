@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import attn_graph as ag
+from attn_graph.errors import HOMES
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target
@@ -20,6 +22,7 @@ from attn_graph.testing.tensors import tensors_for
 # Calls for an attention on an H200, each backend priced: both passes, and forward alone. A window
 # has fixes besides, which are searched when they are printed.
 EXPLAINED, FORWARD_EXPLAINED, FIXES_PRINTED = 5_400, 2_900, 2_850
+COMPILED_MOVES, COMPILED_FILES = 520, 62  # between files, for a new graph on a CPU
 FIXED = 40  # calls, for a graph of no more parts than TILES
 DECODING = {
     "plain": 21,
@@ -78,6 +81,31 @@ def test_an_explanation_asks_each_backend_a_few_times() -> None:
     assert count_calls(lambda: explain(1024, causal, [])) <= FORWARD_EXPLAINED
     shown = explain(4096, window)
     assert count_calls(lambda: str(shown)) <= FIXES_PRINTED
+
+
+def test_compiling_for_a_cpu_is_a_short_road() -> None:
+    """The files that a debugger shows, one after the other: it asks little of a dense graph."""
+
+    def graph_of(M: int) -> ag.Graph:
+        x = ag.TensorSpec((2, 4, M, 64), torch.float32)
+        return ag.attention(x, x, x, mask=ag.Causal() & ag.Window(64))
+
+    files = [""]
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(HOMES) and file != files[-1]:
+            files.append(file)
+
+    ag.compile(graph_of(256), target="cpu")
+    new = graph_of(512)
+    sys.setprofile(profile)
+    try:
+        ag.compile(new, target="cpu")
+    finally:
+        sys.setprofile(None)
+    assert len(files) - 1 <= COMPILED_MOVES
+    assert len({*files[1:]}) <= COMPILED_FILES
 
 
 def masked(M: int, mask: ag.Mask, **options: Any) -> tuple[ag.Plan, list[torch.Tensor], int]:

@@ -199,6 +199,24 @@ def test_a_backend_for_other_devices_is_asked_nothing_more() -> None:
         ag.compile(declare(LONG), target="cpu", backends=(mine,))
 
 
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_backends_for_other_devices_have_no_price(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything asked of them but their device; they stand in the same order as before."""
+    request = Request(forward(declare(LONG)), ag.Target.of(name), Options())
+    elsewhere = {b.name for b in BACKENDS if b.no_device(request.target) is not None}
+    usual = choose(request)
+
+    def never(request: Request) -> Any:
+        raise AssertionError(request)
+
+    barred = [evolve(b, price=never, why_not=never) if b.name in elsewhere else b for b in BACKENDS]
+    monkeypatch.setattr("attn_graph.planner.choose.BACKENDS", tuple(barred))
+    assert elsewhere
+    assert evolve(choose(request), backend=usual.backend) == usual
+
+
 # Milliseconds that others published: of entries, queries, keys, and heads of q and k, of 128.
 PUBLISHED = [
     # fa4 without splits, github.com/Dao-AILab/flash-attention/pull/2415

@@ -22,7 +22,7 @@ from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import latest
 from attn_graph.machine.fitting import Fit, Shape
 from attn_graph.planner.choose import BACKENDS, Choice, choose, choose_and_lower, permitted_backends
-from attn_graph.planner.forms.views import core_of, peel
+from attn_graph.planner.forms.views import core_of, lower_graph, peel
 from attn_graph.spec.dims import Sizes
 
 MOST_SIZES = 64  # a plan keeps an executable for each
@@ -137,15 +137,3 @@ class Sized:
 def lower_bound(request: Request, sizes: Sizes) -> Bound:
     exact = bind_graph(request.graph, sizes)
     return Bound(exact, *lower_graph(request.with_graph(exact), choose_and_lower))
-
-
-def lower_graph(
-    request: Request,
-    chooses: Callable[[Request], tuple[Choice, Executable]],
-) -> tuple[Choice, Executable]:
-    """The choice and executable of a simplified graph. chooses: picks a backend and lowers it."""
-    peeled = peel(request.graph)
-    core = request if peeled is None else request.with_graph(peeled.core)
-    with neutral_state(), request.target.current():
-        choice, executable = chooses(core)
-    return choice, executable if peeled is None else peeled.wrap(executable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from attrs import evolve, frozen
@@ -24,9 +24,11 @@ from attn_graph.lowering.backend import (
     lay_out_results,
 )
 from attn_graph.lowering.facts import Facts, facts_of
-from attn_graph.machine.ambient import plain_ops_on
+from attn_graph.lowering.request import Request
+from attn_graph.machine.ambient import neutral_state, plain_ops_on
 from attn_graph.machine.sizes import format_bytes
 
+T = TypeVar("T")
 Run = Callable[..., tuple[Tensors, Tensors]]
 Numbered = tuple[Eqn, range]
 
@@ -166,6 +168,18 @@ def core_of(graph: Graph) -> Graph:
     """The graph as backends see it."""
     peeled = peel(graph)
     return graph if peeled is None else peeled.core
+
+
+def lower_graph(
+    request: Request,
+    chooses: Callable[[Request], tuple[T, Executable]],
+) -> tuple[T, Executable]:
+    """The choice and executable of a simplified graph. chooses: picks a backend and lowers it."""
+    peeled = peel(request.graph)
+    core = request if peeled is None else request.with_graph(peeled.core)
+    with neutral_state(), request.target.current():
+        choice, executable = chooses(core)
+    return choice, executable if peeled is None else peeled.wrap(executable)
 
 
 def peel(graph: Graph) -> Peeled | None:
