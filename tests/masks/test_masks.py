@@ -346,6 +346,28 @@ def test_a_band_beyond_every_place_keeps_nothing_in_one_form(band: m.Band) -> No
     assert not form.keep(Place.of(Block(range(1), range(1), range(8), 1, 8, 8), range(8))).any()
 
 
+@many
+@given(
+    st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9), st.integers(1, 6),
+    st.integers(1, 6),
+)  # fmt: skip
+def test_a_trimmed_band_hides_a_place_by_each_bound_and_is_trimmed_no_more(
+    low: int | None, high: int | None, M: int, N: int
+) -> None:
+    gaps = torch.arange(N) - torch.arange(M)[:, None]
+    kept = torch.ones(M, N, dtype=torch.bool)
+    kept &= gaps >= (-M if low is None else low)
+    kept &= gaps <= (N if high is None else high)
+    trimmed = canonical_mask(m.Band(low, high), M, N)
+    assert (trimmed is None) == bool(kept.all())
+    if trimmed is not None:
+        assert isinstance(trimmed, m.Band)
+        assert trimmed.low is None or bool((gaps < trimmed.low).any())
+        assert trimmed.high is None or bool((gaps > trimmed.high).any())
+        again = m.Band(trimmed.low, trimmed.high)
+        assert canonical_mask.__wrapped__(again, M, N) is again
+
+
 def test_bottom_right_lets_the_last_query_meet_the_last_key() -> None:
     assert canonical_mask(m.Causal("bottom_right"), 3, 8) == m.Band(None, 5)
     assert canonical_mask(m.Causal("top_left"), 3, 8) == m.Band(None, 0)
