@@ -12,6 +12,7 @@ from hypothesis import assume, given
 import attn_graph as ag
 from attn_graph.ir.modifiers import change_
 from attn_graph.ir.passes import simplify
+from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.cpu.asking import Extent, ask_mask, ask_modifier, depends
 from attn_graph.lowering.facts import sole
 from attn_graph.masks.places import Block, Place
@@ -99,3 +100,18 @@ def test_data_of_entries_and_heads_are_of_their_axes(graph: ag.Graph) -> None:
     keep = torch.as_tensor(problem.node.mask.keep(at))
     shape = (1,) * (4 - keep.ndim) + tuple(keep.shape)
     assert {axis for axis, n in zip("bh", shape, strict=False) if n > 1} <= {*depends(problem)}
+
+
+@pytest.mark.parametrize("mask", [None, ag.Causal(), WINDOW, ~ag.Causal() & ag.Window(9, 9)])
+def test_a_mask_of_distances_alone_is_not_traced(
+    mask: ag.Mask | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = ag.TensorSpec((2, 3, 64, 8), torch.float32)
+    problem = sole(simplify(ag.attention(x, x, x, mask=mask)))
+    assert problem is not None
+
+    def never(*_: object) -> Tracer:
+        raise AssertionError(mask)
+
+    monkeypatch.setattr(Tracer, "of", never)
+    assert depends(problem) == ""
