@@ -25,8 +25,10 @@ def as_names(values: Iterable[str]) -> tuple[str, ...]:
 
 def to_whole(value: float | None) -> int | None:
     """A bound as an int or None. Raises GraphError for 2.5: it does not round."""
-    bound = None if value is None else to_integer(value)
-    if bound is None and value is not None:
+    if value is None or type(value) is int:  # as nearly all are
+        return value
+    bound = to_integer(value)
+    if bound is None:
         way_out = ""
         if isinstance(value, tuple | list) and len(value) == 2:
             both = ", ".join("None" if n == -1 else show(n) for n in value)

@@ -52,8 +52,8 @@ MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1  # the latter of sizes and strides
 
 def to_integer(value: object) -> int | None:
     """A whole number (2.0 too) as an int; a Dim unchanged; None for others."""
-    if type(value) is int or isinstance(value, Dim):
-        return value  # a Dim stands for an integer
+    if isinstance(value, Dim):
+        return value  # it stands for an integer
     number = to_index(value)
     if number is None and is_real(value) and float(value).is_integer():
         return int(value)  # type: ignore[call-overload, no-any-return]  # a number
