@@ -412,11 +412,3 @@ class Backend:
         own = {*self.lays(graph)}
         layouts = tuple([x if n in own else None for n, x in enumerate(graph.layouts)])
         return evolve(graph, layouts=layouts if own else ())
-
-
-def refuse_devices(backends: Sequence[Backend], request: Request) -> dict[str, tuple[Reason, ...]]:
-    """The reasons of the backends for another kind of device, by name: nothing more is asked of
-    these. Backends with one rule for devices share its reason."""
-    rules = {rule: rule(request.target) for rule in dict.fromkeys(b.no_device for b in backends)}
-    absent = [(b, reason) for b in backends if (reason := rules[b.no_device]) is not None]
-    return {b.name: (*b.unwanted(request.options), reason) for b, reason in absent}

@@ -29,7 +29,6 @@ from attn_graph.lowering.backend import (
     Price,
     RefusedError,
     no_device_test,
-    refuse_devices,
 )
 from attn_graph.lowering.request import Named, Options, Request
 from attn_graph.machine.torch_switches import KernelName
@@ -167,6 +166,14 @@ def choose(
     if choice.is_fallback:
         report_fallback(request.graph, request.options, refusals)
     return choice
+
+
+def refuse_devices(backends: Sequence[Backend], request: Request) -> dict[str, tuple[Reason, ...]]:
+    """The reasons of the backends for another kind of device, by name: nothing more is asked of
+    these. Backends with one rule for devices share its reason."""
+    rules = {rule: rule(request.target) for rule in dict.fromkeys(b.no_device for b in backends)}
+    absent = [(b, reason) for b in backends if (reason := rules[b.no_device]) is not None]
+    return {b.name: (*b.unwanted(request.options), reason) for b, reason in absent}
 
 
 def price_all(request: Request, elsewhere: Collection[str] = ()) -> dict[str, Price]:
