@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -70,9 +70,12 @@ class CpuRates:
     hides: float
     hides_by_tile: float
 
-    def flops(self, dtype: torch.dtype) -> float:
-        """Of products in a dtype."""
-        return self.half if dtype in HALF else self.f32 * torch.float32.itemsize / dtype.itemsize
+    @cached_property
+    def flops(self) -> Mapping[torch.dtype, float]:
+        """Of products, by dtype."""
+        double = self.f32 * torch.float32.itemsize / torch.float64.itemsize
+        wide = {torch.float32: self.f32, torch.float64: double}
+        return {**dict.fromkeys(HALF, self.half), **wide}
 
 
 @final

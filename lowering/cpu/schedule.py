@@ -35,7 +35,7 @@ MOST_TILES = 2**13  # listed and made ready ahead of calls; beyond, each call li
 def score_seconds(problem: Problem, rates: CpuRates) -> float:
     """The price of a score of the kernel's forward."""
     p = problem
-    return 4 * max(p.D, p.E) / rates.flops(p.wide) + p.wide.itemsize / rates.kernel_softmax
+    return 4 * max(p.D, p.E) / rates.flops[p.wide] + p.wide.itemsize / rates.kernel_softmax
 
 
 def key_seconds(problem: Problem, rates: CpuRates) -> float:

@@ -265,7 +265,7 @@ def products_seconds(case: CpuCase) -> float:
 def compute_seconds(case: CpuCase, factors: torch.dtype, scores: torch.dtype) -> float:
     """The products and the softmax of all scores, in these dtypes."""
     p, rates = case.problem, case.rates
-    each = 2 * (p.D + p.E) / rates.flops(factors) + scores.itemsize / rates.softmax
+    each = 2 * (p.D + p.E) / rates.flops[factors] + scores.itemsize / rates.softmax
     return prod(p.sizes) * each
 
 
