@@ -345,7 +345,7 @@ class Backend:
     at its first call. one_size: True if building is too slow for a plan of many sizes. lays: the
     places of the outputs written in any declared layout (`Graph.layouts`). It sees no other layout:
     these outputs are copied. real: True if only a real GPU runs it, not one that a CPU emulates.
-    no_device: the reason against a target of another kind; `why_not` is not asked then.
+    no_device: the reason against a target of another kind; then nothing more is asked.
     """
 
     name: str
