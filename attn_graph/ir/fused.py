@@ -96,7 +96,9 @@ class Fused(Op):
         return tuple([role.side for role in self.takes])
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def names(  # pyright: ignore[reportIncompatibleMethodOverride]  # a property, worked out once
+        self,
+    ) -> tuple[str, ...]:
         return tuple(map(NAME, self.gives))
 
     @property
