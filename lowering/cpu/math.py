@@ -360,13 +360,14 @@ def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
 def ready_tiles(tiles: AttentionTiles, ends: Ends | None, options: Options) -> Ready:
     """The work, and the work for o alone. ends: of operands by lengths."""
 
+    grad = tiles.problem.grad
+    by_lse = isinstance(tiles, FusedTiles) and not (tiles.alone and grad is None)
+    by_products = ByProducts(grad or tiles.problem.node, options) if by_lse else None
+
     def lease(work: TileWork) -> Work:
         leased = lease_rooms(work, tiles.scratch, options.workspace)
         return leased if by_products is None else or_by_products(leased, by_products)
 
-    grad = tiles.problem.grad
-    joins = isinstance(tiles, FusedTiles) and not (tiles.alone and grad is None)
-    by_products = ByProducts(grad or tiles.problem.node, options) if joins else None
     work, leaner = works_of(tiles)
     if ends is not None:
         after = isinstance(tiles, RowTiles) and not (grad or tiles.spans)
