@@ -359,7 +359,6 @@ def ready_alone(tiles: AttentionTiles, options: Options) -> Ready:
 
 def ready_tiles(tiles: AttentionTiles, ends: Ends | None, options: Options) -> Ready:
     """The work, and the work for o alone. ends: of operands by lengths."""
-
     grad = tiles.problem.grad
     by_lse = isinstance(tiles, FusedTiles) and not (tiles.alone and grad is None)
     by_products = ByProducts(grad or tiles.problem.node, options) if by_lse else None
