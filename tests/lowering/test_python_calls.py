@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 import attn_graph as ag
 from attn_graph.errors import HOMES
@@ -90,18 +91,18 @@ def test_compiling_for_a_cpu_is_a_short_road() -> None:
         x = ag.TensorSpec((2, 4, M, 64), torch.float32)
         return ag.attention(x, x, x, mask=ag.Causal() & ag.Window(64))
 
-    files = [""]
+    files, target = [""], evolve(Target.of("cpu"), native=(), interprets=False)
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(HOMES) and file != files[-1]:
             files.append(file)
 
-    ag.compile(graph_of(256), target="cpu")
+    ag.compile(graph_of(256), target=target)
     new = graph_of(512)
     sys.setprofile(profile)
     try:
-        ag.compile(new, target="cpu")
+        ag.compile(new, target=target)
     finally:
         sys.setprofile(None)
     assert len(files) - 1 <= COMPILED_MOVES
