@@ -95,10 +95,8 @@ class Fused(Op):
         """For each operand: "rows" if laid out like q, "keys" if like k, else ""."""
         return tuple([role.side for role in self.takes])
 
-    @cached_property
-    def names(  # pyright: ignore[reportIncompatibleMethodOverride]  # a property, worked out once
-        self,
-    ) -> tuple[str, ...]:
+    @property
+    def names(self) -> tuple[str, ...]:
         return tuple(map(NAME, self.gives))
 
     @property

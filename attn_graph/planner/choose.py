@@ -169,16 +169,14 @@ def choose(
 
 
 def refuse_devices(backends: Sequence[Backend], request: Request) -> dict[str, tuple[Reason, ...]]:
-    """The reasons of the backends for another kind of device, by name: nothing more is asked of
-    these. Backends with one rule for devices share its reason."""
+    """The reasons of backends for other devices, by name; those with one rule share its reason."""
     rules = {rule: rule(request.target) for rule in dict.fromkeys(b.no_device for b in backends)}
     absent = [(b, reason) for b in backends if (reason := rules[b.no_device]) is not None]
     return {b.name: (*b.unwanted(request.options), reason) for b, reason in absent}
 
 
 def price_all(request: Request, elsewhere: Collection[str] = ()) -> dict[str, Price]:
-    """The price of each of our backends, by name, of the graph as declared. elsewhere: the names of
-    those for other devices, without a price."""
+    """The price of each of our backends, by name; none of those for other devices, `elsewhere`."""
     return {b.name: UNPRICED if b.name in elsewhere else b.price(request) for b in BACKENDS}
 
 
