@@ -182,8 +182,10 @@ class Attention(Fused):
     def restores(self) -> tuple[bool, ...]:
         """For each modifier: must -inf be put back after it, at places that an earlier one hides?
         To add finite numbers leaves -inf as it is."""
-        hides, steps = [m.hides for m in self.modifiers], enumerate(self.modifiers)
-        return tuple([any(hides[:n]) and (m.hides or not m.additive) for n, m in steps])
+        steps = self.modifiers
+        hidden = [any(m.hides for m in steps[:n]) for n in range(len(steps))]
+        pairs = zip(steps, hidden, strict=True)
+        return tuple([before and (m.hides or not m.additive) for m, before in pairs])
 
     @cached_property
     def data_names(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:

@@ -23,8 +23,6 @@ from attn_graph.ir.terms.addends import Factor
 from attn_graph.ir.transforms.tangents import AttentionJvp
 from attn_graph.masks.canonical import canonical_mask
 
-UNSCALED = ops.Weigh()
-
 
 def canonicalise(graph: Graph) -> Graph:
     """Turn alignments into offsets, move masks after modifiers, and join masks in a row."""
@@ -172,7 +170,7 @@ def chain_of(weigh: Eqn, climb: Climb, taken: Statistics) -> Chain | None:
     s, mask = climb.at, climb.step(ops.Mask)
     modifiers = climb.steps(Modifier)
     scores = climb.step(ops.Scores)
-    if softmax is None or scores is None or weigh.op != UNSCALED:
+    if softmax is None or scores is None or weigh.op != ops.Weigh():
         return None
     drops = dropout is not None and dropout.op.rate > 0
     op = Attention(
