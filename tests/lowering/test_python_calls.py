@@ -23,7 +23,7 @@ from attn_graph.testing.tensors import tensors_for
 # Calls for an attention on an H200, each backend priced: both passes, and forward alone. A window
 # has fixes besides, which are searched when they are printed.
 EXPLAINED, FORWARD_EXPLAINED, FIXES_PRINTED = 5_400, 2_900, 2_850
-COMPILED_MOVES, COMPILED_FILES = 515, 61  # between files, for a new graph on a CPU
+COMPILED_MOVES, COMPILED_FILES = 415, 61  # between files, for a new graph on a CPU
 FIXED = 40  # calls, for a graph of no more parts than TILES
 DECODING = {
     "plain": 21,
