@@ -50,9 +50,13 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.masks.*",),
     ("attn_graph.rings",),
     ("attn_graph.machine.*", "attn_graph.kernels.*"),
+    ("attn_graph.printing.misfits",),
     ("attn_graph.spec",),
     ("attn_graph.spec.dims",),
-    ("attn_graph.printing.*", "attn_graph.errors"),
+    (
+        *(f"attn_graph.printing.{x}" for x in ("html", "text", "words")),
+        *("attn_graph.printing", "attn_graph.errors"),
+    ),
 )
 MODULES = source_files("*.py")
 # They only hand out what other modules define.

@@ -25,9 +25,9 @@ from attn_graph.planner.choose import (
     resolve_backends,
 )
 from attn_graph.planner.cost import cost
+from attn_graph.planner.forms.recorded import RUNS_KEPT, recorded_graph, recording_note
 from attn_graph.planner.forms.views import peel
 from attn_graph.planner.memory import sum_memory
-from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph, recording_note
 from attn_graph.rings import find
 
 

@@ -26,7 +26,7 @@ from attn_graph.ir.storage.scaling import (
     whole_shape,
 )
 from attn_graph.machine.tensors import SEEDS, STARTS
-from attn_graph.masks.misfits import (
+from attn_graph.printing.misfits import (
     cast_problem,
     count_axes,
     list_readings,

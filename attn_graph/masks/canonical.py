@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, final
 from attrs import define, frozen
 
 from attn_graph.errors import GraphError
+from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.cache import remember
 from attn_graph.masks.joins import Align, And, Join, Mask, Not, Or, join_masks
 from attn_graph.masks.leaves import (
@@ -69,10 +70,11 @@ def keeps_everything(mask: Mask, M: int, N: int) -> bool:
     """
     if is_fixed_band(mask) and are_numbers(M, N):  # trimmed: each bound left hides a place
         return mask == EVERYTHING
-    if next(dims_in(mask), None) is not None:
+    if next(dims_in(mask), None) is not None or not is_ours(mask):
         return False
     everywhere = Block(range(1), range(1), range(M), 1, M, N)
-    return is_ours(mask) and mask.bound_keys(everywhere)[0].covers(0, N)
+    with neutral_state():  # bounds are numbers, even where tensors are fake
+        return mask.bound_keys(everywhere)[0].covers(0, N)
 
 
 def is_ours(mask: Mask) -> bool:

@@ -17,8 +17,8 @@ from attrs import Factory, field, frozen
 
 from attn_graph.errors import Declared, GraphError, asks_for_attrs, refuse_truth, show
 from attn_graph.masks.intervals import bound_keys
-from attn_graph.masks.misfits import LETTERS, OWNERS, cast_problem, count_axes, rank_problem
 from attn_graph.masks.places import Block, Keys, Place, Strip, Term
+from attn_graph.printing.misfits import LETTERS, OWNERS, cast_problem, count_axes, rank_problem
 from attn_graph.printing.text import show_call
 from attn_graph.rings import find
 from attn_graph.spec import INTEGERS, ValueType

@@ -41,7 +41,6 @@ from attn_graph.lowering.request import Fallback
 from attn_graph.machine.tensors import ROLES, SEEDS
 from attn_graph.machine.torch_switches import Precision
 from attn_graph.masks import Align, Causal, Mask, Prefix
-from attn_graph.masks.misfits import LETTERS, list_readings
 from attn_graph.nn.calls import (
     GRAPH_OPTIONS,
     PLAIN,
@@ -62,6 +61,7 @@ from attn_graph.nn.calls import (
 from attn_graph.nn.jagged import attend_jagged, pack_jagged, require_pytorchs
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import Key
+from attn_graph.printing.misfits import LETTERS, list_readings
 from attn_graph.spec import FLOATS, TensorSpec, layout_problem, to_number
 
 __all__ = ["attention", "scaled_dot_product_attention"]

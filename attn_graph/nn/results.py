@@ -14,6 +14,7 @@ from attn_graph.ir.arguments import statistic_names
 from attn_graph.ir.attention import SAVED
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import Plain
+from attn_graph.ir.ops import STATISTICS
 from attn_graph.ir.storage.scaling import O_SCALE
 from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.machine.cache import remember
@@ -88,7 +89,7 @@ def results_of(text: str) -> Results:
         names = ("o", *statistic_names(content.stats), *(("amax",) if narrow else ()))
         saved = ("wide", "lse") if narrow else SAVED
         every = (*names, *(name for name in saved if name not in names))
-        constants = tuple(place for place, name in enumerate(names) if name == "max")
+        constants = tuple(place for place, name in enumerate(names) if name in STATISTICS)
         return Results(len(names), tuple(map(every.index, saved)), constants, every)
     graph, *_ = content.restore()
     known, outputs, kept = graph.differentiable_outputs, graph.outputs, residuals(graph)

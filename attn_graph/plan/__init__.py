@@ -441,7 +441,7 @@ class Plan:
         of a gradient through lse. sizes: as in `at`.
         """
         require_imports()
-        from attn_graph.plan.memory import sum_needs
+        from attn_graph.plan.extras.memory import sum_needs
 
         plan = self.at(**sizes)
         return sum_needs(plan, plan.training_vjp if plan.graph.has_gradient else None)

@@ -28,9 +28,9 @@ from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
 from attn_graph.plan.pull import generalise, generalise_given
 from attn_graph.planner.choose import choose, choose_and_lower
+from attn_graph.planner.forms.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.planner.forms.sized import Sized
 from attn_graph.planner.forms.views import core_of, lower_graph
-from attn_graph.planner.recorded import RUNS_KEPT, recorded_graph
 from attn_graph.rings import HOMES, find, load_present
 from attn_graph.spec import TensorSpec
 

@@ -266,7 +266,8 @@ def modifiers(draw: DrawFn, shape: Shape) -> Modifier:
 
 # Graphs
 
-STATISTICS: tuple[bool | tuple[str, ...], ...] = (False, True, True, ("max",), ("max", "lse"))
+MORE = tuple(ops.STATISTICS)
+STATISTICS: tuple[bool | tuple[str, ...], ...] = (False, True, True, MORE, (*MORE, "lse"))
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, final
 
 import pytest
@@ -12,6 +13,8 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph.extend import Block, Keys, Place
 from attn_graph.ir.modifiers import Modifier
+from attn_graph.masks import canonical
+from attn_graph.masks.leaves import LEAVES
 from tests.support.extensions import graph_of
 
 SMALL = ag.TensorSpec((2, 2, 6, 8), torch.float32)
@@ -301,3 +304,16 @@ def test_checks_are_made_under_any_mode() -> None:
             graph_of(Step(), SMALL, Leaf(64))
             with pytest.raises(ag.GraphError, match=r"Numbered\.keep"):
                 ag.attention(SMALL, SMALL, SMALL, mask=Numbered(64))
+
+
+def test_a_mask_of_the_library_is_simplified_under_fake_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its `keep` alone, of which a leaf with neither a strip nor data has bounds."""
+    from torch._subclasses import FakeTensorMode
+
+    monkeypatch.setattr(canonical, "LEAVES", (*LEAVES, Leaf))
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            assert canonical.simplify_mask(Leaf(64), 8, 8) == canonical.EVERYTHING
+            assert canonical.simplify_mask(Leaf(2), 8, 8) == Leaf(2)

@@ -21,7 +21,7 @@ from attn_graph.ir.transforms.single_steps import write_steps
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
 from attn_graph.planner.choose import BACKENDS
-from attn_graph.planner.recorded import RUNS_KEPT
+from attn_graph.planner.forms.recorded import RUNS_KEPT
 from attn_graph.testing.strategies import graphs, shapes
 from tests.support.cudnn_graphs import cudnn_graphs
 from tests.support.equipped import equip

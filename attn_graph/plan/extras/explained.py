@@ -16,8 +16,8 @@ from attn_graph.ir.transforms.binding import complete_sizes
 from attn_graph.ir.transforms.single_steps import write_steps
 from attn_graph.ir.transforms.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import each_once, out_notes
-from attn_graph.plan.memory import sum_needs
-from attn_graph.planner.recorded import recording_note
+from attn_graph.plan.extras.memory import sum_needs
+from attn_graph.planner.forms.recorded import recording_note
 from attn_graph.printing import html
 
 if TYPE_CHECKING:
