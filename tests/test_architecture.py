@@ -8,12 +8,14 @@ from pathlib import Path
 
 from attn_graph.rings import RINGS, ring_of
 from tests.support.sources import ROOT, tree_of
-from tests.test_rings import inward
+from tests.test_floors import MODULES, imports
+from tests.test_rings import inward, running
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FOLDERS = (ROOT, ROOT / "attn_graph")  # where paths on the page begin
 DOORS = 6
 MOST_LINES = 9000  # of the core: who knows PyTorch reads it in an hour
+MOST_LATER = 3  # imports of a file of the core that comes later
 
 
 def rows(title: str) -> Iterator[list[str]]:
@@ -36,32 +38,42 @@ def test_every_door_is_defined_where_the_page_says() -> None:
         assert name in {getattr(node, "name", "") for node in tree_of(home).body}, (path, name)
 
 
-def core() -> dict[Path, tuple[set[str], set[str]]]:
-    """Folder of the core -> the names of its files and of its shelves, as the page has them."""
-    return {
-        ROOT / "attn_graph" / quoted(folder)[0]: ({*quoted(files)}, {*quoted(shelves)})
-        for folder, files, shelves in rows("Core")
-    }
+def core() -> Iterator[tuple[Path, list[str], set[str]]]:
+    """Folders of the core, with their files in order and their shelves, as the page has them."""
+    for folder, files, shelves in rows("Core"):
+        named, _, _ = files.partition("; then `backend`")
+        yield ROOT / "attn_graph" / quoted(folder)[0], quoted(named), {*quoted(shelves)}
 
 
 def test_the_core_is_the_folders_that_the_page_shows() -> None:
-    for folder, (files, shelves) in core().items():
-        if folder == ROOT / "attn_graph":
-            assert files <= {path.stem for path in folder.glob("*.py")}
-        else:
-            inside = {path.stem for path in folder.glob("*.py")}
-            assert files - {"__init__"} == inside - {"__init__"}, folder
+    for folder, files, shelves in core():
+        inside = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert {*files} - {"__init__"} <= inside, folder
+        if folder.name not in ("attn_graph", "lowering"):  # where others stand too
+            assert {*files} - {"__init__"} == inside, folder
             assert shelves == {path.parent.name for path in folder.glob("*/__init__.py")}, folder
 
 
+def core_files() -> list[Path]:
+    return [folder / f"{name}.py" for folder, files, _ in core() for name in files]
+
+
 def test_the_core_reads_in_an_hour() -> None:
-    lines = [
-        line
-        for folder, (files, _) in core().items()
-        for name in {*files, *([] if folder == ROOT / "attn_graph" else ["__init__"])}
-        for line in (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    shared = {ROOT / "attn_graph" / name / "__init__.py" for name in (".", "lowering")}
+    files = {*core_files(), *(path.with_name("__init__.py") for path in core_files())} - shared
+    assert 0 < sum(path.read_text("utf-8").count("\n") for path in files) <= MOST_LINES
+
+
+def test_files_of_the_core_come_after_those_that_they_import() -> None:
+    order = [path.resolve() for path in core_files()]
+    later = [
+        (module, other)
+        for module, path in MODULES.items()
+        for other in imports(running(tree_of(path)))
+        if path.resolve() in order and MODULES[other].resolve() in order
+        if order.index(MODULES[other].resolve()) > order.index(path.resolve())
     ]
-    assert 0 < len(lines) <= MOST_LINES
+    assert len(later) <= MOST_LATER, later
 
 
 def test_the_rings_are_those_of_the_table_of_names() -> None:
