@@ -158,13 +158,3 @@ def depends(problem: Problem) -> str:
     except Untraceable:
         return "bh"
     return "".join(axis for axis in "bh" if axis in axes)
-
-
-def shapes_of_data(problem: Problem) -> Tensors:
-    """Zeros in the shapes of the mask's tensors, for questions independent of values."""
-    if not problem.mask_reads:
-        return {}
-    return {
-        n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
-        for n, s in problem.by_role.mask.items()
-    }

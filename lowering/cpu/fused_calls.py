@@ -15,14 +15,13 @@ from attn_graph.kernels import fused_cpu
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.lowering.cpu.far_rows import refuse_far_rows
 from attn_graph.lowering.cpu.fused_slots import (
+    Addends,
     PartSlot,
     TileSlot,
     add_share,
     all_places,
     fill_addend,
     keep_all,
-    ready_slots,
-    slot_place,
     tile_slot,
 )
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
@@ -54,7 +53,10 @@ class FusedRun:
     @classmethod
     def of(cls, tiles: FusedTiles) -> FusedRun:
         """Tiles with everything that can be made ready before a call."""
-        p, slots = tiles.problem, ready_slots(tiles)
+        p, slots = tiles.problem, None
+        if tiles.static is not None:
+            held: Addends | None = {} if tiles.holds else None
+            slots = tuple([tile_slot(tiles, tile, held) for tile in tiles.static])
         alone = None if slots is None or tiles.alone is None else slots[0].parts[0]
         few = p.B + p.H + p.M + p.N <= MOST_POSITIONS
         at = all_places(p, {}) if few and tiles.addends else None
@@ -303,7 +305,7 @@ class TileCall:
         runs, node, mixed = part.part.runs, self.node, part.part.kind == "mixed"
         pieces = (room,) if len(runs) == 1 else room.split([*map(len, runs)], -1)
         for piece, run in zip(pieces, runs, strict=True):
-            at = slot_place(self.at, slot, run)
+            at = self.at.within(slot.tile.batch, slot.tile.heads, slot.tile.rows, run)
             fill_addend(piece, node, self.given.modifiers, at, mixed)
         return room
 

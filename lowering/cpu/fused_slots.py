@@ -62,14 +62,6 @@ class TileSlot:
     parts: tuple[PartSlot, ...]
 
 
-def ready_slots(tiles: FusedTiles) -> tuple[TileSlot, ...] | None:
-    """The slots of the tiles; None if data decides the tiles, or there are too many."""
-    if tiles.static is None:
-        return None
-    held: Addends | None = {} if tiles.holds else None
-    return tuple([tile_slot(tiles, tile, held) for tile in tiles.static])
-
-
 def held_addend(
     tiles: FusedTiles, tile: Tile, part: Part, shape: Sequence[int], held: Addends
 ) -> torch.Tensor:
@@ -178,10 +170,6 @@ def add_share(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: the mask's tensors."""
     return Place.of(Block.whole(problem.sizes, data), range(problem.N), torch.device("cpu"))
-
-
-def slot_place(at: Place, slot: TileSlot, keys: range) -> Place:
-    return at.within(slot.tile.batch, slot.tile.heads, slot.tile.rows, keys)
 
 
 def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:

@@ -20,7 +20,6 @@ from attn_graph.lowering.cpu.asking import (
     ask_mask,
     ask_modifiers,
     depends,
-    shapes_of_data,
 )
 from attn_graph.lowering.cpu.schedule import (
     DATA_ROWS,
@@ -124,15 +123,13 @@ class FusedTiles:
         if p.grad is not None:
             made = {f"d{name}": spec for name, spec in zip("qkv", p.specs, strict=False)}
             sums = {n: s for n, s in made.items() if (s.dtype, s.shape[3]) != (p.wide, self.width)}
-        buffers = {n: self.packed_buffer(n, s) for n, s in (self.packed | sums).items()}
+        buffers = dict[str, Buffer]()
+        for name, spec in (self.packed | sums).items():
+            B, H, L, _ = spec.shape
+            if name in ("k", "v") and self.keys_a_part is not None:
+                L = self.keys_a_part
+            buffers[name] = Buffer((B, H, L, self.width), self.computes)
         return buffers | ({"addend": Buffer((self.addends,), p.wide)} if self.addends else {})
-
-    def packed_buffer(self, name: str, spec: TensorSpec) -> Buffer:
-        """Room for an operand, or for a part of it."""
-        B, H, L, _ = spec.shape
-        if name in ("k", "v") and self.keys_a_part is not None:
-            L = self.keys_a_part
-        return Buffer((B, H, L, self.width), self.computes)
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -363,12 +360,17 @@ class FusedTiles:
         yield Extent(entries, heads, rows, keys)
 
     def summary(self) -> str:
+        """The number of kernel calls and their share of the scores, if planning knows them."""
         if self.static is None:
             mask = self.problem.node.mask
             why = "data picks the keys" if needs_of(mask) else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
             return f"PyTorch's fused CPU kernel on {kinds}tiles of {self.rows} queries; {why}"
-        return describe_calls(self.problem, self.static)
+        p, calls = self.problem, kernel_calls(self.static)
+        whole = p.B * p.M * p.N
+        percent = 100 * sum([tile.area for tile in self.static]) / whole
+        share = f"{percent:.3g} % of the {p.H * whole:,} scores"
+        return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
 
     def tiles(self, data: Tensors) -> Sequence[Tile]:
         """The tiles of a call, given the mask's tensors."""
@@ -476,14 +478,6 @@ class FusedTiles:
         return keys and (*map(len, (tile.batch, tile.heads, tile.rows)),) == (p.B, p.H, p.M)
 
 
-def describe_calls(problem: Problem, tiles: Sequence[Tile]) -> str:
-    """For `explain`: the number of kernel calls, and their share of the scores."""
-    whole = problem.B * problem.M * problem.N
-    area, calls = sum([tile.area for tile in tiles]), kernel_calls(tiles)
-    share = f"{100 * area / whole:.3g} % of the {problem.H * whole:,} scores"
-    return f"{calls} call{'s' * (calls != 1)} of PyTorch's fused CPU kernel, {share}"
-
-
 def hides_by_booleans(problem: Problem) -> bool:
     """True if a forward has one tensor of booleans as its mask, small enough as an addend."""
     p, mask = problem, problem.node.mask
@@ -513,7 +507,11 @@ def takes_layers(problem: Problem) -> bool:
     node = problem.node
     if node.mask is None or node.modifiers or problem.low_scale or problem.is_empty:
         return False
-    return is_layered(node.mask, Block.whole(problem.sizes, shapes_of_data(problem)))
+    zeros = {  # in the shapes of the mask's tensors: no answer depends on values
+        n: torch.zeros((), dtype=s.dtype, device="cpu").expand(s.shape)
+        for n, s in problem.by_role.mask.items()
+    }
+    return is_layered(node.mask, Block.whole(problem.sizes, zeros))
 
 
 def split_range(whole: range, apart: bool) -> list[range]:

@@ -189,22 +189,17 @@ def split_entries(tile: Tile) -> list[Tile]:
     return [evolve(tile, batch=range(b, b + 1)) for b in tile.batch] if tile.is_mixed else [tile]
 
 
-def stands_still(layer: Layer) -> bool:
-    """True if all runs begin at one key for all queries: none needs an addend."""
-    return all(start.moves == 0 for start, _ in layer.runs)
-
-
 def tiles_of_layer(
     problem: Problem, batch: range, layer: Layer, rows: int, rates: CpuRates
 ) -> Iterator[Tile]:
     """One tile; or blocks of `rows` queries if a run's start moves. If all edges move, blocks
     repeat: their calls are few."""
     heads = range(problem.H), range(problem.G)
-    if stands_still(layer):
+    if all(start.moves == 0 for start, _ in layer.runs):  # no run needs an addend
         yield Tile(batch, *heads, layer.rows, exact_parts(layer))
         return
     queries = layer.rows
-    if moves_along(layer):
+    if all(edge.moves for run in layer.runs for edge in run):  # blocks of queries are alike
         tile = first_window(problem, batch, layer, rates)
         step = len(tile.rows)
         count = len(queries) // step
@@ -238,11 +233,6 @@ def move_tile(tile: Tile, by: int, repeat: int = 1) -> list[Tile]:
     parts = tuple(evolve(x, start=x.start + by, stop=x.stop + by) for x in tile.parts)
     moved = evolve(tile, rows=rows, parts=parts, repeat=repeat)
     return [evolve(moved, batch=range(b, b + 1)) for b in tile.batch]
-
-
-def moves_along(layer: Layer) -> bool:
-    """True if all edges move with the queries: blocks of these are alike."""
-    return all(edge.moves for run in layer.runs for edge in run)
 
 
 def block_parts(layer: Layer, rows: range) -> tuple[Part, ...]:
