@@ -79,18 +79,13 @@ def why_not(request: Request) -> Iterator[Reason]:
     yield from options.switched_off("math")
     yield from options.varying(BY_THREADS)
     if options.max_workspace is not None:  # tiling takes time, and another backend may run it
-        yield from unbounded_workspace(request.graph, options)
+        if any(eqn.op.packed for eqn in request.graph.eqns):  # of lengths that are still unknown
+            limit = f"max_workspace is {options.max_workspace:,} bytes"
+            actual = "what packed sequences need depends on their lengths"
+            yield Reason("packed_workspace", limit, actual)
         tilings = plan_tiles(request)
         yield from options.over_workspace(max((t.scratch.bytes for t in tilings if t), default=0))
     yield from request.rounded()
-
-
-def unbounded_workspace(graph: Graph, options: Options) -> Iterator[Reason]:
-    """A reason against a limit of the workspace, if still unknown lengths decide it."""
-    if any(eqn.op.packed for eqn in graph.eqns):
-        limit = f"max_workspace is {options.max_workspace:,} bytes"
-        actual = "what packed sequences need depends on their lengths"
-        yield Reason("packed_workspace", limit, actual)
 
 
 def plan_tiles(request: Request) -> tuple[AttentionTiles | None, ...]:
@@ -113,7 +108,10 @@ def tile_equation(graph: Graph, eqn: Eqn, fused: bool, own: Dtypes) -> Attention
         empty = 0 in (*specs[0].shape, *specs[1].shape)
         return None if empty else ProductTiles.push(op.jvp, specs)
     if op.attention.keeps:
-        ways = (tile_kept(*kept_problem(op, x), own) for x in lay_out_kept(op, specs))
+        laid: list[Sequence[TensorSpec]] = [specs]
+        if op.grad:  # tiles copy do to C order if they can't read it as it lies
+            laid.append((*specs[:-1], TensorSpec(specs[-1].shape, specs[-1].dtype)))
+        ways = (tile_kept(*kept_problem(op, x), own) for x in laid)
         return next(filter(None, ways), None)
     problem = Problem.of(op, specs)
     if problem.is_empty:
@@ -136,13 +134,6 @@ def kept_problem(op: Op, specs: Sequence[TensorSpec]) -> tuple[Problem, float]:
     saved = TensorSpec(shape, do.dtype, strides), TensorSpec(shape[:3], forward.wide)
     again = AttentionGrad(forward.node, op.grad.wants[: len(forward.node.takes)])
     return Problem.of(again, (*forward.specs, *saved, do)), op.attention.dropout
-
-
-def lay_out_kept(op: Op, specs: Sequence[TensorSpec]) -> Iterator[Sequence[TensorSpec]]:
-    """The operands as they lie, and then with the gradient's do in C order, as tiles copy it."""
-    yield specs
-    if op.grad:
-        yield (*specs[:-1], TensorSpec(specs[-1].shape, specs[-1].dtype))
 
 
 def without_dropout(problem: Problem) -> Problem:
@@ -223,11 +214,14 @@ def any_step(request: Request, eqn: Eqn) -> Step | None:
 
 
 def packed_run(request: Request, eqn: Eqn) -> PackedRun:
-    lower, op = partial(lower_sequence, request), eqn.op.packed
     specs, full = tuple(operand_specs(request.graph, eqn)), full_sides(request.graph, eqn)
-    lying = Lying(op, specs, full=full)
+    lying = Lying(eqn.op.packed, specs, full=full)
     own = own_products(request.target)
     rates = cpu_rates(torch.bfloat16 in own) if may_fuse(request) else None
+
+    def lower(sequence: Graph) -> Executable:
+        return lower_faster(request.with_graph(sequence))
+
     return PackedRun(eqn, lying, lower, gives_statistics(request.graph, eqn), rates)
 
 
@@ -402,11 +396,6 @@ def pull_wanted(
     """The wanted gradients, in the order of the operands. backward: gives gradients by number."""
     gradients = backward(operands, scratch)
     return [gradients[i] for i, wanted in enumerate(grad.wants) if wanted]
-
-
-def lower_sequence(request: Request, part: Graph) -> Executable:
-    """The executable of a sequence, as a graph of its own."""
-    return lower_faster(request.with_graph(part))
 
 
 def lower_faster(request: Request) -> Executable:

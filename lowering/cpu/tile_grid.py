@@ -200,7 +200,12 @@ def choose_sizes(problem: Problem, factors: torch.dtype) -> tuple[int, int, int]
     then heads, then batch. factors: the dtype of the products."""
     p, r = problem, problem.H // problem.G
     scores = DROPOUT_SCORES if p.node.dropout else SCORES
-    most = find_unmasked_rows(p) if p.node.mask is None else MOST_ROWS
+    if p.node.mask is not None:
+        most = MOST_ROWS
+    elif p.node.modifiers:
+        most = min(UNMASKED_ROWS, max(MOST_ROWS, PLACES // p.N))
+    else:
+        most = UNMASKED_ROWS
     rows = min(p.M, most, max(LEAST_ROWS, scores // (p.N * r)))
     return rows, *choose_heads(p, factors, rows, scores, by_data=bool(needs_of(p.node.mask)))
 
@@ -274,12 +279,6 @@ def choose_heads(
 def share_evenly(count: int, most: int) -> int:
     """The size of the largest of the fewest shares of at most `most` each."""
     return -(-count // -(-count // most))
-
-
-def find_unmasked_rows(problem: Problem) -> int:
-    if not problem.node.modifiers:
-        return UNMASKED_ROWS
-    return min(UNMASKED_ROWS, max(MOST_ROWS, PLACES // problem.N))
 
 
 def split_length(length: int, size: int) -> list[range]:
