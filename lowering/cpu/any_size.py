@@ -6,7 +6,7 @@ gives a problem of numbers, as for a graph of its own, and runs in equal tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast, final
 
@@ -134,12 +134,20 @@ def find_keys(
 
 
 def unfold_ready(ready: Ready, problem: Problem, folded: Problem | None) -> Ready:
+    """The runs of a problem, by those of it with heads as rows, if it has been `folded`."""
     if folded is None:
         return ready
-    given = {n: x.shape for n, x in enumerate(folded.specs) if x != problem.specs[n]}
-    due, (call, infer) = result_shapes(problem, given), ready
-    first = due if problem.grad is not None else {0: due[0]}
-    rooms = {} if problem.grad is not None else room_shapes(folded)
+    p, rooms, (call, infer) = problem, dict[str, Shape](), ready
+    given = {n: x.shape for n, x in enumerate(folded.specs) if x != p.specs[n]}
+    if p.grad is not None:
+        wanted = [n for n, wants in enumerate(p.grad.wants) if wants]
+        due = {at: p.specs[n].shape for at, n in enumerate(wanted) if n in given}
+        first = due
+    else:
+        o, (rows, _) = (p.B, p.H, p.M, p.E), folded.layout_of_o
+        due = dict(enumerate([o, *(o[:3] for _ in p.node.stats)]))
+        first = {0: o}
+        rooms = {room_name("o"): rows} | {room_name(n): rows[:3] for n in folded.node.stats}
     lay = partial(partial, run_folded)
     return lay(call, given, due, rooms), lay(infer, given, first, rooms)
 
@@ -159,19 +167,3 @@ def run_folded(
     the results with heads as rows, by the names of rooms."""
     folded = rooms and {name: x.reshape(made[name]) for name, x in rooms.items() if name in made}
     return shape_each(work(device, *shape_each(operands, given), rooms=folded), due)
-
-
-def room_shapes(folded: Problem) -> dict[str, Shape]:
-    """The shapes of an attention's results, by the names of rooms."""
-    shape, _ = folded.layout_of_o
-    return {room_name("o"): shape} | {room_name(n): shape[:3] for n in folded.node.stats}
-
-
-def result_shapes(problem: Problem, folded: Collection[int]) -> Shapes:
-    """The shapes of the results with folded heads, by place. folded: the operands with folded
-    heads."""
-    if problem.grad is not None:
-        wanted = [n for n, wants in enumerate(problem.grad.wants) if wants]
-        return {at: problem.specs[n].shape for at, n in enumerate(wanted) if n in folded}
-    shape = (problem.B, problem.H, problem.M, problem.E)
-    return dict(enumerate([shape, *(shape[:3] for _ in problem.node.stats)]))
