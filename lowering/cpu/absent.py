@@ -14,7 +14,6 @@ from typing import Any, final
 import torch
 from attrs import evolve, frozen
 
-from attn_graph.ir.fused import Fused
 from attn_graph.ir.storage.packed import LEAVES, LENGTHS, and_parts
 from attn_graph.ir.storage.packing import require_fitting
 from attn_graph.machine.ambient import is_traced
@@ -70,7 +69,8 @@ class Ends:
         """None if no lengths end rows. op: an attention, or a derivative of one. specs: of its
         operands."""
         node = op.attention
-        parts, lying = and_parts(node.mask), sides_of(op)
+        parts, weights = and_parts(node.mask), "weights"  # are 0 in absent rows
+        lying = [role.side if role.name != weights else "" for role in op.takes]
         sides = tuple(
             EndedRows(
                 side == "keys",
@@ -112,7 +112,9 @@ class Ends:
             return operands
         cleared = [*operands]
         for n, lengths in pairs:
-            cleared[n] = clear_rows(operands[n], operands[lengths])
+            x = operands[n]
+            past = torch.arange(x.shape[2], device=x.device) >= operands[lengths][:, None]
+            cleared[n] = copy_alike(x).masked_fill_(past[:, None, :, None], 0.0)
         return cleared
 
 
@@ -137,12 +139,6 @@ def has_numbers(x: torch.Tensor) -> bool:
     return type(x) is torch.Tensor and x.is_cpu and not is_traced()
 
 
-def sides_of(op: Fused) -> tuple[str, ...]:
-    """ "rows" for each operand with q's rows, "keys" with k's; else ""."""
-    weights = "weights"  # are 0 in absent rows
-    return tuple([role.side if role.name != weights else "" for role in op.takes])
-
-
 def ends_finite(x: torch.Tensor, counts: Sequence[int]) -> bool:
     """True if all rows of x [B,.,L,.] past their entry's length are finite. Few numbers of each
     entry are read at once, from the shortest length on."""
@@ -156,12 +152,6 @@ def is_finite(x: torch.Tensor) -> bool:
     """True if no number is NaN or Inf: by the sum, the fastest reading, and by the extremes if the
     sum leaves the dtype's range."""
     return isfinite(x.sum().item()) or all(isfinite(y.item()) for y in x.aminmax())
-
-
-def clear_rows(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """x [B,.,L,.] with zeros in rows past lengths [B], laid out alike."""
-    past = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
-    return copy_alike(x).masked_fill_(past[:, None, :, None], 0.0)
 
 
 def copy_alike(x: torch.Tensor) -> torch.Tensor:

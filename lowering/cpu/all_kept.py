@@ -90,13 +90,10 @@ def keeps_all(flags: torch.Tensor) -> bool:
     """True if all flags are true and may be looked at."""
     if type(flags) is not torch.Tensor or not flags.is_cpu or is_traced():
         return False
-    once = flags if flags.is_contiguous() else flags[first_of_repeated(flags)]
+    once = flags
+    if not flags.is_contiguous():  # each element in shared memory is read once
+        once = flags[tuple([slice(None) if step else slice(1) for step in flags.stride()])]
     return once.numel() > 0 and bool(once.view(torch.uint8).amin())
-
-
-def first_of_repeated(x: torch.Tensor) -> tuple[slice, ...]:
-    """An index of x without elements in shared memory."""
-    return tuple([slice(None) if step else slice(1) for step in x.stride()])
 
 
 def open_graph(graph: Graph) -> Opened | None:

@@ -261,10 +261,6 @@ class Here:
         for p in weights:
             p.div_(1 - self.tiles.problem.node.dropout)
 
-    def sign_(self, p: torch.Tensor) -> None:
-        for place, cut in self.pieces():
-            cut(p).copysign_(self.draw(place, torch.sub))
-
     def weigh_again_(self, s: torch.Tensor, lse: torch.Tensor) -> Maybe:
         """s -> exp(s - lse), divided by its sum with the sinks if lse [n,L,1] is rounded or of
         other scores. Returns this sum if it was needed."""
@@ -391,8 +387,9 @@ class Here:
             u.sub_(lse.tangent)
         if self.tiles.rounds and do.value is not None:  # as do is itself
             do = Dual(self.room("cotangent", do.value.shape[2]).copy_(do.value))
-        if rate:
-            self.sign_(p)
+        if rate:  # dropped weights become negative
+            for place, cut in self.pieces():
+                cut(p).copysign_(self.draw(place, torch.sub))
         if 2 in sums:
             self.weigh_back(sums[2], self.result(self.left(p, u), do), 1 / (1 - rate))
         if self.tiles.weighs_cotangents or 0 in sums or 1 in sums or any(totals):

@@ -316,29 +316,23 @@ class RowTiles(TileGrid):
         self, operands: Sequence[torch.Tensor], scratch: Tensors
     ) -> tuple[torch.Tensor, ...]:
         """o and lse, or o and weights if they are kept."""
-        p, (own, seed) = self.problem, self.take_seed(operands)
-        device = operands[0].device
+        p, device = self.problem, operands[0].device
+        own, seed = operands, None
+        if self.rate:
+            *own, first, offset = operands
+            seed = int(first), int(offset)
         if self.kept:
             saved = torch.empty((*p.sizes,), dtype=p.dtype, device=device)
         else:
             saved = p.new_statistic("lse", device, scratch)
         return *self.infer(own, scratch, saved, seed), saved
 
-    def take_seed(
-        self, operands: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], Seed | None]:
-        """The operands of the problem, and seed and offset of dropout."""
-        if not self.rate:
-            return operands, None
-        *own, seed, offset = operands
-        return own, (int(seed), int(offset))
-
     def infer(
         self, operands: Sequence[torch.Tensor], scratch: Tensors, saved: torch.Tensor | None = None,
         seed: Seed | None = None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], if wanted. seed: as
-        `take_seed` has it."""
+        """o alone. saved: room for lse [B,H,M], or for weights [B,H,M,N], if wanted. seed: of
+        dropout, with its offset."""
         q, k, v = operands[:3]
         o = self.problem.new_o(q.device, scratch)
         if self.flat:
