@@ -42,7 +42,6 @@ from attn_graph.lowering.cpu.sequences import (
     Span,
     Tensors,
     add_to_pages,
-    as_meta,
     block_keys,
     checked_table,
     cut_rows,
@@ -53,7 +52,6 @@ from attn_graph.lowering.cpu.sequences import (
     is_separable,
     join_results,
     key_bytes,
-    meta_pages,
     padded_step,
     repeat_rows,
     replace_lengths,
@@ -268,7 +266,10 @@ class PackedRun:
             box = Box(range(1), range(H), range(sizes.rows), keys, (1, H, sizes.rows, sizes.keys))
             piece = move_attention(Eqn(node, tuple(range(len(node.ranks))), ()), box)
         part = KeyPart(op, reads, piece)
-        pages = meta_pages(self.specs[1], sizes.keys) if self.op.paged else None
+        pages = None
+        if self.op.paged:
+            count = -(-sizes.keys // max(1, self.specs[1].shape[1]))
+            pages = torch.empty(count, dtype=torch.int64, device="meta")
         views = self.views(part, self.metas, Span(0, 0, 0, sizes, pages), {}, start)
         b = Builder(trusts=True)
         specs = map(TensorSpec.like, part.operands(views))
@@ -290,7 +291,11 @@ class PackedRun:
     @cached_property
     def metas(self) -> list[torch.Tensor]:
         """Its operands without memory."""
-        return expand_scales(self.op, [as_meta(spec) for spec in self.specs])
+        metas = [
+            torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+            for spec in self.specs
+        ]
+        return expand_scales(self.op, metas)
 
     def views(
         self, part: KeyPart, operands: Tensors, span: Span, rooms: Rooms, start: int

@@ -335,14 +335,6 @@ def clear_hidden(op: Packed, read: Tensors, operands: Tensors) -> None:
             each[:, keys.stop :] = 0.0
 
 
-def as_meta(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
-
-
-def meta_pages(pool: TensorSpec, keys: int) -> torch.Tensor:
-    return torch.empty(-(-keys // max(1, pool.shape[1])), dtype=torch.int64, device="meta")
-
-
 def join_results(stats: Sequence[str], results: Tensors, more: Tensors) -> None:
     """Join o and the statistics of the same rows over further keys, in place."""
     own, other = (dict(zip(("o", *stats), x, strict=True)) for x in (results, more))
