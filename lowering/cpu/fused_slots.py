@@ -89,8 +89,14 @@ def part_slot(tiles: FusedTiles, tile: Tile, part: Part, held: Addends | None) -
     keys = cut_keys(p, tile, range(part.start, part.stop))
     if part.gathered:
         keys = gathering_cut(part, keys)
-    shape, makes = addend_shape(tiles, tile, part) if adds else (), adds and held is None
-    addend = None if not adds or held is None else held_addend(tiles, tile, part, shape, held)
+    shape: tuple[int, ...] = ()
+    addend = None
+    if adds:  # alike in all entries and heads unless it depends on them
+        b = len(tile.batch) if "b" in tiles.axes else 1
+        h = len(tile.heads) if "h" in tiles.axes else 1
+        shape = b, h, len(tile.rows), len(part)
+        addend = None if held is None else held_addend(tiles, tile, part, shape, held)
+    makes = adds and held is None
     causal, empties = part.kind == "causal", adds and may_empty(tiles, tile, part)
     unseen = find_unseen(addend) if empties and addend is not None else None
     pieces = () if p.grad is None else tuple(pieces_of(p, tile, part))
@@ -170,13 +176,6 @@ def add_share(total: torch.Tensor, share: torch.Tensor, slot: PartSlot) -> None:
 def all_places(problem: Problem, data: Mapping[str, torch.Tensor]) -> Place:
     """All places of a problem. data: the mask's tensors."""
     return Place.of(Block.whole(problem.sizes, data), range(problem.N), torch.device("cpu"))
-
-
-def addend_shape(tiles: FusedTiles, tile: Tile, part: Part) -> tuple[int, int, int, int]:
-    """The shape of an addend: 1 for batch or heads if it does not depend on them."""
-    b = len(tile.batch) if "b" in tiles.axes else 1
-    h = len(tile.heads) if "h" in tiles.axes else 1
-    return b, h, len(tile.rows), len(part)
 
 
 def fill_addend(
