@@ -21,23 +21,7 @@ from attn_graph.machine.target import Target, default_target
 from attn_graph.machine.torch_switches import Precision, as_switches, raw_switches, read_switches
 from attn_graph.plan import Plan
 from attn_graph.plan.cache import cache
-from attn_graph.planner.arguments import (
-    DEFAULTS,
-    Backends,
-    CompileOptions,
-    Switch,
-    as_tuple,
-    backend_names,
-    complete,
-    constraints,
-    one_of,
-    require_absent,
-    resolve_store,
-    resolve_target,
-    resolve_workspace,
-    shows,
-    unknown_option,
-)
+from attn_graph.planner import arguments
 from attn_graph.rings import find
 
 if TYPE_CHECKING:
@@ -47,11 +31,11 @@ if TYPE_CHECKING:
 
 PlanT = TypeVar("PlanT")
 ExplanationT = TypeVar("ExplanationT")
-preferred: ContextVar[Backends | None] = ContextVar("preferred", default=None)
+preferred: ContextVar[arguments.Backends | None] = ContextVar("preferred", default=None)
 avoided: ContextVar[tuple[str, ...]] = ContextVar("avoided", default=())
 EXPLAINED = {  # the options of `explain`
     name: value
-    for name, value in DEFAULTS.items()
+    for name, value in arguments.DEFAULTS.items()
     if name not in ("on_fallback", "workspace", "tune")
 }
 
@@ -72,7 +56,7 @@ class Compilable(ABC, Generic[PlanT, ExplanationT]):
 
 
 @overload
-def compile(graph: Graph, **options: Unpack[CompileOptions]) -> Plan:
+def compile(graph: Graph, **options: Unpack[arguments.CompileOptions]) -> Plan:
     """The plan of a graph."""
 
 
@@ -81,18 +65,18 @@ def compile(
     graph: Compilable[PlanT, Any],  # Any: `compile` explains nothing
     *,
     group: ProcessGroup | None = None,
-    **options: Unpack[CompileOptions],
+    **options: Unpack[arguments.CompileOptions],
 ) -> PlanT:
     """The plan of a divided graph for this process, as one rank."""
 
 
 @binds(lambda *given, **_: graph_code("compile", *given))
-@shows(DEFAULTS)
+@arguments.shows(arguments.DEFAULTS)
 def compile(
     graph: Graph | Compilable[PlanT, Any],  # Any: as above
     *,
     group: ProcessGroup | None = None,
-    **options: Unpack[CompileOptions],
+    **options: Unpack[arguments.CompileOptions],
 ) -> Plan | PlanT:
     """The plan that runs `graph` on `target`, by default on this machine.
 
@@ -135,14 +119,14 @@ def compile(
     if plan is None:
         if not isinstance(graph, Compilable):
             check_graph(graph, "compile")
-            require_absent("group", group, "graphs that shard divided")
-        target = resolve_target(given["target"])
+            arguments.require_absent("group", group, "graphs that shard divided")
+        target = arguments.resolve_target(given["target"])
         settings = Options(
-            workspace=resolve_workspace(given["workspace"]),
-            store=resolve_store(given["store"]),
-            on_fallback=one_of("on_fallback", given["on_fallback"], Fallback),
-            tune=one_of("tune", given["tune"], Switch),
-            **constraints(target, as_switches(raw), given),
+            workspace=arguments.resolve_workspace(given["workspace"]),
+            store=arguments.resolve_store(given["store"]),
+            on_fallback=arguments.one_of("on_fallback", given["on_fallback"], Fallback),
+            tune=arguments.one_of("tune", given["tune"], arguments.Switch),
+            **arguments.constraints(target, as_switches(raw), given),
         )
         among = given["backends"]
         if among is not None:
@@ -171,12 +155,12 @@ def steer(
     function: Callable[..., object], options: Mapping[str, object]
 ) -> dict[str, Any]:  # Any: as CompileOptions has them
     """All options of a call, with `prefer` and `avoid` around it. Raises GraphError."""
-    given = complete(function, DEFAULTS, options)
+    given = arguments.complete(function, arguments.DEFAULTS, options)
     among, shunned = given["backends"], given["avoid"]
-    given["backends"] = preferred.get() if among is None else as_tuple("backends", among)
+    given["backends"] = preferred.get() if among is None else arguments.as_tuple("backends", among)
     given["avoid"] = avoided.get() if among is None else ()
     if shunned != ():
-        given["avoid"] = (*given["avoid"], *as_tuple("avoid", shunned))
+        given["avoid"] = (*given["avoid"], *arguments.as_tuple("avoid", shunned))
     return given
 
 
@@ -209,7 +193,7 @@ def explain(
 
 
 @binds(lambda *given, **_: graph_code("explain", *given))
-@shows(EXPLAINED)
+@arguments.shows(EXPLAINED)
 def explain(
     graph: Graph | Compilable[Any, ExplanationT],  # Any: as above
     *,
@@ -236,19 +220,21 @@ def explain(
     options = {name: sizes.pop(name) for name in EXPLAINED if name in sizes}
     if isinstance(graph, Compilable):
         for name, value in {**options, "gradients": gradients, **sizes}.items():
-            if name != "target" and value != DEFAULTS.get(name):
-                require_absent(name, value, "graphs of one device")
-        return graph.explain(resolve_target(options.get("target")), link)
+            if name != "target" and value != arguments.DEFAULTS.get(name):
+                arguments.require_absent(name, value, "graphs of one device")
+        return graph.explain(arguments.resolve_target(options.get("target")), link)
     check_graph(graph, "explain")
     if sizes and not graph.symbols:
-        raise unknown_option(explain, sizes)
-    require_absent("link", link, "graphs that shard divided")
+        raise arguments.unknown_option(explain, sizes)
+    arguments.require_absent("link", link, "graphs that shard divided")
     given = steer(explain, options)
-    place, among = resolve_target(given["target"]), given["backends"]
+    place, among = arguments.resolve_target(given["target"]), given["backends"]
     if among is not None:
         find("resolve_backends")(among)
-    limits = constraints(place, read_switches(), given)
-    settings = Options(store=resolve_store(given["store"]), resized=many_sizes(graph), **limits)
+    limits = arguments.constraints(place, read_switches(), given)
+    settings = Options(
+        store=arguments.resolve_store(given["store"]), resized=many_sizes(graph), **limits
+    )
     exact = replace_sizes(graph, complete_sizes(graph, "explain", sizes))
     with neutral_state(), place.current():
         explanation: Explanation = find("explain_graph")(
@@ -275,7 +261,7 @@ def avoid(*backends: str | Backend) -> Iterator[None]:
 
     Nested blocks add up. Raises GraphError for an unknown name.
     """
-    token = avoided.set((*avoided.get(), *backend_names(backends)))
+    token = avoided.set((*avoided.get(), *arguments.backend_names(backends)))
     try:
         yield
     finally:

@@ -12,16 +12,8 @@ import click
 from attrs import asdict, evolve
 
 import attn_graph as ag
+from attn_graph.cli import output
 from attn_graph.cli.explain import deterministic
-from attn_graph.cli.output import (
-    as_json,
-    as_usage_errors,
-    epilog,
-    exit_no_if,
-    make_table,
-    show_json,
-    show_text,
-)
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Entry, read_json
@@ -62,14 +54,14 @@ def folder_of(store: ag.extend.Store) -> dict[str, Any]:  # Any: JSON
 
 @click.group(
     short_help="List, clear, verify, build the files on disk.",
-    epilog=epilog("attn-graph cache list", "attn-graph cache verify --json"),
+    epilog=output.epilog("attn-graph cache list", "attn-graph cache verify --json"),
 )
 def cache() -> None:
     """Files on disk: plans built by cuDNN, measured choices, and outcomes of self-checks."""
 
 
 @cache.command(
-    epilog=epilog("attn-graph cache build graphs.txt --target h200 --driver 13.0 -o plans")
+    epilog=output.epilog("attn-graph cache build graphs.txt --target h200 --driver 13.0 -o plans")
 )
 @click.argument("file", type=click.File(encoding="utf-8"))
 @click.option(
@@ -95,8 +87,8 @@ def cache() -> None:
 )
 @deterministic
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
-@as_json
-@as_usage_errors
+@output.as_json
+@output.as_usage_errors
 def build_command(
     file: TextIO,
     target: str,
@@ -121,12 +113,14 @@ def build_command(
         except ag.NoBackendError as error:
             raise click.ClickException(str(error)) from error
         if not plain:
-            show_text(f"graph {n}: {', '.join(passes[-1])}", wraps=False)
+            output.show_text(f"graph {n}: {', '.join(passes[-1])}", wraps=False)
     files = len([*store.files()])
     if plain:
-        show_json({"folder": str(folder), "graphs": passes, "files": files, "bytes": store.bytes})
+        output.show_json(
+            {"folder": str(folder), "graphs": passes, "files": files, "bytes": store.bytes}
+        )
     else:
-        show_text(
+        output.show_text(
             f"{files_text(files)}, {format_bytes(store.bytes)}, in {store.folder}", wraps=False
         )
 
@@ -156,47 +150,49 @@ def prepare(
 
 
 @cache.command(
-    "list", epilog=epilog("attn-graph cache list --folder ~/.cache/attn_graph", codes=False)
+    "list", epilog=output.epilog("attn-graph cache list --folder ~/.cache/attn_graph", codes=False)
 )
 @folder
-@as_json
+@output.as_json
 def list_(folder: Path | None, plain: bool) -> None:
     """Every file: its kind, size, content, and the time since its last use."""
     store = open_store(folder)
     entries = sorted(store.entries(), key=lambda entry: -entry.used)
     if plain:
-        show_json({**folder_of(store), "entries": [*map(entry_dict, entries)]})
+        output.show_json({**folder_of(store), "entries": [*map(entry_dict, entries)]})
         return
     rows: list[tuple[str, ...]] = []
     for entry in entries:
         (kind, what), age = describe_entry(entry), format_age(time.time() - entry.used)
         rows.append((kind, format_bytes(entry.bytes), age, what))
     if rows:
-        show_text(make_table(("kind", "size", "used", "what"), rows, ("size", "used")))
+        output.show_text(
+            output.make_table(("kind", "size", "used", "what"), rows, ("size", "used"))
+        )
     total = format_bytes(sum(entry.bytes for entry in entries))
     most = format_bytes(store.most)
-    show_text(
+    output.show_text(
         f"{files_text(len(entries))}, {total} of at most {most}, in {describe_folder(store)}",
         wraps=False,
     )
 
 
-@cache.command(epilog=epilog("attn-graph cache clear", codes=False))
+@cache.command(epilog=output.epilog("attn-graph cache clear", codes=False))
 @folder
-@as_json
+@output.as_json
 def clear(folder: Path | None, plain: bool) -> None:
     """Delete every file. Files are built again when needed."""
     store = open_store(folder)
     place, deleted = describe_folder(store), store.clear()
     if plain:
-        show_json({**folder_of(store), "deleted": deleted})
+        output.show_json({**folder_of(store), "deleted": deleted})
     else:
         click.echo(f"{files_text(deleted)} deleted from {place}")
 
 
-@cache.command(epilog=epilog("attn-graph cache verify || attn-graph cache clear"))
+@cache.command(epilog=output.epilog("attn-graph cache verify || attn-graph cache clear"))
 @folder
-@as_json
+@output.as_json
 def verify(folder: Path | None, plain: bool) -> None:
     """Read every file and check its checksum. Exits with 1 if one is damaged: damaged files are
     never used, and are replaced when needed.
@@ -206,15 +202,15 @@ def verify(folder: Path | None, plain: bool) -> None:
     damaged = [entry for entry in entries if entry.key is None]
     if plain:
         counts = {"files": len(entries), "damaged": [*map(entry_dict, damaged)]}
-        show_json({**folder_of(store), **counts})
+        output.show_json({**folder_of(store), **counts})
     else:
         for entry in damaged:
-            show_text(f"{entry.path}: {entry.unfit}", wraps=False)
+            output.show_text(f"{entry.path}: {entry.unfit}", wraps=False)
         click.echo(
             f"{files_text(len(entries))} in {describe_folder(store)}, "
             f"{len(damaged)} of them damaged"
         )
-    exit_no_if(bool(damaged))
+    output.exit_no_if(bool(damaged))
 
 
 def files_text(files: int) -> str:

@@ -11,16 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 import attn_graph as ag
+from attn_graph.cli import output
 from attn_graph.cli.cache import files_text
 from attn_graph.cli.diagnosis import Diagnosis, Surroundings, diagnose
-from attn_graph.cli.output import (
-    as_json,
-    epilog,
-    exit_no_if,
-    make_table,
-    show_json,
-    show_text,
-)
 from attn_graph.lowering.cudnn.offline import COMPILERS
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import CUDNN, PACKAGES, SYSTEM_CUDNN
@@ -30,9 +23,9 @@ A_GPU = "a GPU"  # any of the table's, where they are alike
 
 @click.command(
     short_help="Show devices, libraries, backends, faults.",
-    epilog=epilog("attn-graph doctor", "attn-graph doctor --json"),
+    epilog=output.epilog("attn-graph doctor", "attn-graph doctor --json"),
 )
-@as_json
+@output.as_json
 def doctor(plain: bool) -> None:
     """Show devices, libraries and versions; the backends for this machine and for known GPUs, with
     the reasons against the others; files on disk, with outcomes of self-checks; set variables and
@@ -41,10 +34,10 @@ def doctor(plain: bool) -> None:
     """
     diagnosis = diagnose(Surroundings.here(), ag.extend.default_store())
     if plain:
-        show_json(diagnosis.to_dict())
+        output.show_json(diagnosis.to_dict())
     else:
-        show_text(*doctor_screen(diagnosis))
-    exit_no_if(bool(diagnosis.problems))
+        output.show_text(*doctor_screen(diagnosis))
+    output.exit_no_if(bool(diagnosis.problems))
 
 
 def doctor_screen(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -124,7 +117,9 @@ def backends_table(diagnosis: Diagnosis) -> Table:
     answers = [[yes if takes else no for takes in column] for column in columns]
     names = [backend.name for backend in ag.extend.BACKENDS]
     headers = [", ".join(together) for together in columns.values()]
-    return make_table(("", *headers), [(n, *row) for n, *row in zip(names, *answers, strict=True)])
+    return output.make_table(
+        ("", *headers), [(n, *row) for n, *row in zip(names, *answers, strict=True)]
+    )
 
 
 def refusal_items(diagnosis: Diagnosis) -> Iterator[RenderableType]:

@@ -9,15 +9,8 @@ import click
 from rich.text import Text
 
 import attn_graph as ag
+from attn_graph.cli import output
 from attn_graph.cli.flags import graph_flags, graph_of
-from attn_graph.cli.output import (
-    as_json,
-    as_usage_errors,
-    epilog,
-    exit_no_if,
-    show_json,
-    show_text,
-)
 from attn_graph.machine.gpus import devices
 from attn_graph.machine.torch_switches import Precision
 
@@ -45,7 +38,7 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
 
 @click.command(
     short_help="Show a graph's backend, reason and cost.",
-    epilog=epilog(
+    epilog=output.epilog(
         "attn-graph explain --q 2,32,8192,128 --k 2,8,8192,128 --dtype bf16 --causal \\",
         "    --window 4095 --target h200 --target a100",
     ),
@@ -61,8 +54,8 @@ def split_names(text: str | None) -> tuple[str, ...] | None:
 @precision
 @click.option("--inference", is_flag=True, help="Nothing is trained: no backward.")
 @click.option("--max-workspace", metavar="SIZE", help="Limit for each pass: bytes, or 1GiB.")
-@as_json
-@as_usage_errors
+@output.as_json
+@output.as_usage_errors
 def explain_command(
     file: TextIO | None,
     targets: tuple[str, ...],
@@ -96,10 +89,10 @@ def explain_command(
         for target in targets or (None,)
     ]
     if plain:
-        show_json([each.to_dict() for each in explanations])
+        output.show_json([each.to_dict() for each in explanations])
     else:
         text = Text("\n\n".join(map(str, explanations)))
         for pattern, style in STYLES.items():
             text.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-        show_text(text, wraps=False)
-    exit_no_if(any(each.backend is None for each in explanations))
+        output.show_text(text, wraps=False)
+    output.exit_no_if(any(each.backend is None for each in explanations))

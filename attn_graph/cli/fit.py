@@ -9,15 +9,8 @@ import click
 import torch
 from rich.text import Text
 
+from attn_graph.cli import output
 from attn_graph.cli.flags import FLOAT_NAMES, reads_dtype
-from attn_graph.cli.output import (
-    as_json,
-    as_usage_errors,
-    epilog,
-    exit_no_if,
-    show_json,
-    show_text,
-)
 from attn_graph.machine.gpus import devices
 from attn_graph.spec import DTYPES
 
@@ -44,7 +37,7 @@ def read_tokens(_: click.Context, __: click.Parameter, text: str | None) -> int 
 
 @click.command(
     short_help="Show whether a model fits a GPU, and why.",
-    epilog=epilog(
+    epilog=output.epilog(
         "attn-graph fit config.json --target h200 --batch 8 --context 131072 --phase decode"
     ),
 )
@@ -78,8 +71,8 @@ def read_tokens(_: click.Context, __: click.Parameter, text: str | None) -> int 
 )  # fmt: skip
 @click.option("--reserve", metavar="SIZE", default="1GiB", help="Memory for CUDA; 1GiB by default.")
 @click.option("--no-search", is_flag=True, help="Without the largest batch and context that fit.")
-@as_json
-@as_usage_errors
+@output.as_json
+@output.as_usage_errors
 def fit(
     config: str,
     targets: tuple[str, ...],
@@ -110,14 +103,14 @@ def fit(
         for target in targets or (None,)
     ]
     if plain:
-        show_json([answer.to_dict() for answer in answers])
+        output.show_json([answer.to_dict() for answer in answers])
     else:
         text = Text("\n\n".join(map(str, answers)))
         for pattern, style in STYLES.items():
             text.highlight_regex(rf"(?m){pattern}", style)
-        show_text(text, wraps=False)
+        output.show_text(text, wraps=False)
     layers = (layer for answer in answers for layer in answer.kinds)
-    exit_no_if(
+    output.exit_no_if(
         any(answer.fits is False for answer in answers)
         or any(layer.explanation.backend is None for layer in layers),
         is_unknown=any(answer.fits is None for answer in answers),

@@ -18,23 +18,7 @@ from attn_graph.errors import (
     show,
     user_line,
 )
-from attn_graph.ir import ops
-from attn_graph.ir.arguments import (
-    ADDENDS,
-    ARGUMENTS,
-    EXTRA,
-    by_name,
-    list_missing,
-    option_problems,
-    read_by,
-    require_modifiers,
-    require_parameters,
-    scale_problems,
-    statistic_names,
-    take_masks,
-    two_segments,
-    whole_mask,
-)
+from attn_graph.ir import arguments, ops
 from attn_graph.ir.graph import Eqn, Graph, Input, Op
 from attn_graph.ir.inputs import count_read, find_needs, input_problems, rank_problems
 from attn_graph.ir.modifiers import Alibi, Bias, Modifier, SoftCap
@@ -302,7 +286,7 @@ def graph(fn: Callable[..., Value | tuple[Value, ...]], /, **specs: TensorSpec) 
         raise GraphError(
             f"graph: {show(fn)} is not a function of values; see attention for one call"
         )
-    require_parameters(fn, specs)
+    arguments.require_parameters(fn, specs)
     builder = Builder()
     outputs = fn(**{name: builder.input(name, spec) for name, spec in specs.items()})
     return builder.build(*(outputs if isinstance(outputs, tuple) else (outputs,)))
@@ -318,7 +302,7 @@ def scores(q: Value, k: Value, *, scale: float | None = None) -> Value:
     return q.then(q.builder.attempt(lambda: ops.Scores(given)) or ops.Scores(), k)
 
 
-@binds(by_name)
+@binds(arguments.by_name)
 def attention(
     q: TensorSpec,
     k: TensorSpec,
@@ -399,12 +383,16 @@ def attention(
     Raises GraphError with every problem.
     """
     b = Builder()
-    given_steps = b.attempt(lambda: require_modifiers(modifiers)) or ()
-    mask, steps = b.attempt(lambda: take_masks(mask, given_steps)) or (mask, ())
+    given_steps = b.attempt(lambda: arguments.require_modifiers(modifiers)) or ()
+    mask, steps = b.attempt(lambda: arguments.take_masks(mask, given_steps)) or (mask, ())
     b.problem(*unknown_arguments(data, mask, steps))
-    data = {name: spec for name, spec in data.items() if name in (*EXTRA, *read_by(mask, steps))}
+    data = {
+        name: spec
+        for name, spec in data.items()
+        if name in (*arguments.EXTRA, *arguments.read_by(mask, steps))
+    }
     slopes = None if isinstance(alibi, bool) else alibi
-    each = (None, None) if segments is None else two_segments(segments, TensorSpec)
+    each = (None, None) if segments is None else arguments.two_segments(segments, TensorSpec)
     rate = b.attempt(lambda: ops.Dropout(0.0 if dropout is None else dropout).rate) or 0.0
     seed = TensorSpec((), torch.int64) if rate else None
     given = (  # in the order of EXTRA
@@ -412,15 +400,15 @@ def attention(
         q_starts, kv_starts, pages, q_scale, k_scale, v_scale, o_scale,
     )  # fmt: skip
     specs = {"q": q, "k": k} | ({} if isinstance(v, int) else {"v": v})
-    more = dict(zip(EXTRA, given, strict=True)) | data
+    more = dict(zip(arguments.EXTRA, given, strict=True)) | data
     specs |= {name: spec for name, spec in more.items() if spec is not None}
     x = declare_inputs(b, specs)
     longest = b.attempt(lambda: two_sizes(max_lengths)) or (None, None)
     types = {name: spec.type for name, spec in specs.items()}
     needs = find_needs(mask, steps, 1 if slopes is None else len(slopes.shape))
-    b.problem(*scale_problems(specs), *input_problems(types, needs, longest))
-    b.problem(*option_problems(mask, align, scale, soft_cap))
-    names = b.attempt(lambda: statistic_names(stats)) or ()
+    b.problem(*arguments.scale_problems(specs), *input_problems(types, needs, longest))
+    b.problem(*arguments.option_problems(mask, align, scale, soft_cap))
+    names = b.attempt(lambda: arguments.statistic_names(stats)) or ()
     b.check()  # equations are built of inputs and options that make sense
     if isinstance(v, int):
         x["v"] = x["k"].then(Leading(v))
@@ -433,11 +421,11 @@ def attention(
     b.check()
     ends = {"q_lengths": rows and rows.lengths, "kv_lengths": keys and keys.lengths}
     x |= {name: lengths for name, lengths in ends.items() if lengths is not None}
-    whole = b.attempt(lambda: whole_mask(mask, x, align, rows, keys))
+    whole = b.attempt(lambda: arguments.whole_mask(mask, x, align, rows, keys))
     slanted = None if alibi is None or alibi is False else align or ""
     steps = tuple(step.aligned(align, masks.ragged_in(x)) for step in steps)
     parts = () if whole is None else leaves(whole)
-    b.problem(*(text for part in parts for text in list_missing(part, x)))
+    b.problem(*(text for part in parts for text in arguments.list_missing(part, x)))
     b.problem(*alignment_problems(whole, slanted, steps, rows, keys))
     b.check()
     own = {n: x[n].dequantise(x[s], x["q"]) if s in x else x[n] for n, s in PAIRS[1:]}
@@ -446,7 +434,7 @@ def attention(
     s = change_scores(s, soft_cap, slanted is not None, align, steps, x)
     if whole is not None:
         s = s.mask(whole, **{name: x[name] for name in whole.needs if name in x})
-    unread = data.keys() - masks.needs_of(whole).keys() - read_by(None, steps)
+    unread = data.keys() - masks.needs_of(whole).keys() - arguments.read_by(None, steps)
     b.problem(*(f"attention: {name} is given, but nothing reads it" for name in sorted(unread)))
     p, lse = s.softmax(x.get("sinks"))
     if rate:
@@ -492,17 +480,17 @@ def change_scores(
     x: dict[str, Value],
 ) -> Value:
     """The scores after soft cap, bias, ALiBi and further steps. x: the inputs by name."""
-    taken = read_by(None, steps)
+    taken = arguments.read_by(None, steps)
     if soft_cap is not None:
         s = s.soft_cap(soft_cap)
-    for name in ADDENDS:
-        if (own := ARGUMENTS[name].step) is not None and name in x.keys() - taken:
+    for name in arguments.ADDENDS:
+        if (own := arguments.ARGUMENTS[name].step) is not None and name in x.keys() - taken:
             s = s.then(own, x[name])
     if alibi and "alibi" not in x.keys() & taken:
         moved = {n: x[n] for n in masks.ragged_in(x) if align == "bottom_right"}
         s = s.alibi(x.get("alibi"), align=align, **moved)
     for step in steps:
-        missing = list_missing(step, x)
+        missing = arguments.list_missing(step, x)
         s.builder.problem(*missing)
         s = s if missing else s.then(step, *(x[name] for name in step.needs))
     return s
@@ -518,7 +506,7 @@ def unknown_arguments(
 
     options: those of `compile` that the function has too.
     """
-    known = {*EXTRA, *read_by(mask, modifiers)}
+    known = {*arguments.EXTRA, *arguments.read_by(mask, modifiers)}
     unknown = sorted({*names} - known)
     own = {*known, *signature(attention).parameters, *options} if unknown else known
     none = NO_TENSOR * bool(mask is not None or modifiers)

@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 
 from attn_graph.kernels.fused_cpu import block_bytes
 from attn_graph.kernels.merging import MERGED
+from attn_graph.lowering.cpu import schedule
 from attn_graph.lowering.cpu.asking import (
     Extent,
     Tensors,
@@ -20,23 +21,6 @@ from attn_graph.lowering.cpu.asking import (
     ask_mask,
     ask_modifiers,
     depends,
-)
-from attn_graph.lowering.cpu.schedule import (
-    DATA_ROWS,
-    LEAST_FULL,
-    MOST_TILES,
-    ROW_BLOCKS,
-    choose_rows,
-    count_looks,
-    gather_parts,
-    join_entries,
-    join_neighbours,
-    kernel_calls,
-    layer_tiles,
-    looks_pay,
-    row_tiles,
-    shorten_parts,
-    tiles_seconds,
 )
 from attn_graph.lowering.problem import Problem, has_flash_order, is_readable
 from attn_graph.lowering.rates import CpuRates
@@ -87,13 +71,17 @@ class FusedTiles:
     def static(self) -> tuple[Tile, ...] | None:
         """The tiles; None if data decide them, or if there are more than planning lists."""
         p, mask, bounded = self.problem, self.problem.node.mask, bool(self.problem.node.modifiers)
-        if mask is None and (p.M <= DATA_ROWS or not bounded):
+        if mask is None and (p.M <= schedule.DATA_ROWS or not bounded):
             return tuple(self.shortened([whole_tile(p, "full")]))
         if p.mask_reads:
-            whole = None if looks_pay(p, self.rates) else [whole_tile(p, "mixed")]
+            whole = None if schedule.looks_pay(p, self.rates) else [whole_tile(p, "mixed")]
         else:
             whole = self.list_tiles({}, MOST_POINTS)
-        return None if whole is None or len(whole) > MOST_TILES else tuple(self.shortened(whole))
+        return (
+            None
+            if whole is None or len(whole) > schedule.MOST_TILES
+            else tuple(self.shortened(whole))
+        )
 
     @cached_property
     def computes(self) -> torch.dtype:
@@ -114,7 +102,7 @@ class FusedTiles:
 
     def shortened(self, tiles: Sequence[Tile]) -> Sequence[Tile]:
         most = self.keys_a_part
-        return tiles if most is None else [shorten_parts(tile, most) for tile in tiles]
+        return tiles if most is None else [schedule.shorten_parts(tile, most) for tile in tiles]
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -230,7 +218,7 @@ class FusedTiles:
         if self.static is None:
             keys = min(p.N, self.keys_a_part or p.N)
             entries = p.B if "b" in self.axes and self.joins_entries else 1
-            return min(max(DATA_ROWS * keys, self.joined), entries * p.M * keys)
+            return min(max(schedule.DATA_ROWS * keys, self.joined), entries * p.M * keys)
         return max((len(t.rows) * len(x) for t, x in self.changed_parts()), default=0)
 
     @property
@@ -243,7 +231,7 @@ class FusedTiles:
     def joined(self) -> int:
         """The most scores of one head in a tile joined of several with an addend."""
         most = JOINED // self.copies if needs_of(self.problem.node.mask) else 0
-        return max(DATA_ROWS * self.problem.N, most)
+        return max(schedule.DATA_ROWS * self.problem.N, most)
 
     @property
     def copies(self) -> int:
@@ -366,7 +354,7 @@ class FusedTiles:
             why = "data picks the keys" if needs_of(mask) else "each call lists them"
             kinds = "rectangles and triangles, else on " if self.layered else ""
             return f"PyTorch's fused CPU kernel on {kinds}tiles of {self.rows} queries; {why}"
-        p, calls = self.problem, kernel_calls(self.static)
+        p, calls = self.problem, schedule.kernel_calls(self.static)
         whole = p.B * p.M * p.N
         percent = 100 * sum([tile.area for tile in self.static]) / whole
         share = f"{percent:.3g} % of the {p.H * whole:,} scores"
@@ -388,15 +376,15 @@ class FusedTiles:
         if self.layered and mask is not None:
             kept, single = list_layers(mask, whole, most_points), "b" in self.axes
             if kept is not None:
-                layered = layer_tiles(p, kept, self.rows, self.rates, single=single)
-        rates, rows = self.rates, -(-p.M // DATA_ROWS)
-        least = count_looks(p) * rates.look if data else rows * rates.product_call
-        if layered is not None and kernel_calls(layered) * rates.product_call <= least:
+                layered = schedule.layer_tiles(p, kept, self.rows, self.rates, single=single)
+        rates, rows = self.rates, -(-p.M // schedule.DATA_ROWS)
+        least = schedule.count_looks(p) * rates.look if data else rows * rates.product_call
+        if layered is not None and schedule.kernel_calls(layered) * rates.product_call <= least:
             return layered
         if most_points == MOST_POINTS and MOST_BLOCKS * self.rows < p.M:
             return layered
         listed = self.block_tiles(whole)
-        seconds = partial(tiles_seconds, p, rates)
+        seconds = partial(schedule.tiles_seconds, p, rates)
         return listed if layered is None else min(layered, listed, key=seconds)
 
     def block_tiles(self, whole: Block) -> list[Tile]:
@@ -407,11 +395,13 @@ class FusedTiles:
         for at, groups in enumerate(self.groups):
             heads = whole.heads[at * step :][:step]
             blocks = (evolve(whole, batch=batch, heads=heads) for batch in entries)
-            each = (row_tiles(p.node.mask, x, groups, min(self.rows, p.M)) for x in blocks)
+            each = (schedule.row_tiles(p.node.mask, x, groups, min(self.rows, p.M)) for x in blocks)
             gathered = ([self.gather(tile) for tile in tiles] for tiles in each)
-            joined = [join_neighbours(tiles, self.joined, bounded) for tiles in gathered]
+            joined = [schedule.join_neighbours(tiles, self.joined, bounded) for tiles in gathered]
             if self.joins_entries:
-                listed += join_entries(joined, self.joined if "b" in self.axes else None, bounded)
+                listed += schedule.join_entries(
+                    joined, self.joined if "b" in self.axes else None, bounded
+                )
             else:
                 listed += chain.from_iterable(joined)
         return listed
@@ -428,9 +418,9 @@ class FusedTiles:
         """Queries of a tile with an addend. If data decides their keys, at most the least number of
         whole blocks of a table, not below ROW_BLOCKS."""
         if not needs_of(self.problem.node.mask):
-            return choose_rows(self.problem, self.rates, self.problem.N)
-        blocks = [-(-ROW_BLOCKS[0] // leaf.rows) * leaf.rows for leaf in self.tables]
-        return min(DATA_ROWS, *blocks) if blocks else DATA_ROWS
+            return schedule.choose_rows(self.problem, self.rates, self.problem.N)
+        blocks = [-(-schedule.ROW_BLOCKS[0] // leaf.rows) * leaf.rows for leaf in self.tables]
+        return min(schedule.DATA_ROWS, *blocks) if blocks else schedule.DATA_ROWS
 
     @cached_property
     def groups(self) -> Sequence[range]:
@@ -441,7 +431,11 @@ class FusedTiles:
 
     def gather(self, tile: Tile) -> Tile:
         """A tile with few parts: their keys are copied to lie side by side."""
-        return gather_parts(tile, LEAST_FULL, self.most_gathered) if self.most_gathered else tile
+        return (
+            schedule.gather_parts(tile, schedule.LEAST_FULL, self.most_gathered)
+            if self.most_gathered
+            else tile
+        )
 
     @cached_property
     def most_gathered(self) -> int:
@@ -462,7 +456,7 @@ class FusedTiles:
     def copied(self) -> int:
         """Bytes of the keys and values copied for a part."""
         most = self.most_gathered
-        return min(self.problem.N, most + LEAST_FULL) * self.bytes_of_key if most else 0
+        return min(self.problem.N, most + schedule.LEAST_FULL) * self.bytes_of_key if most else 0
 
     @cached_property
     def whole(self) -> bool:

@@ -15,6 +15,7 @@ from attn_graph.ir.transforms.binding import bind_graph
 from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
 from attn_graph.kernels.fused_cpu import block_bytes, flash, flash_backward, pull_heads
 from attn_graph.kernels.products import reaches_far
+from attn_graph.lowering import reasons
 from attn_graph.lowering.backend import UNPRICED, Backend, Executable, Price
 from attn_graph.lowering.cpu.far_rows import ByProducts
 from attn_graph.lowering.cpu.ways import cpu_case, sdpa_seconds
@@ -31,16 +32,6 @@ from attn_graph.lowering.problem import (
     relaid_note,
     select_outputs,
 )
-from attn_graph.lowering.reasons import (
-    BY_THREADS,
-    cpu_bias_reasons,
-    different_heads,
-    no_elements,
-    node_reasons,
-    other_device,
-    other_equations,
-    other_gradients,
-)
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Work
 from attn_graph.lowering.through_lse import through_lse
@@ -50,22 +41,22 @@ from attn_graph.spec.dims import are_numbers
 
 
 def no_cpu(target: Target) -> Reason | None:
-    return None if target.kind == "cpu" else other_device("is PyTorch's CPU kernel", target)
+    return None if target.kind == "cpu" else reasons.other_device("is PyTorch's CPU kernel", target)
 
 
 def why_not(request: Request) -> Iterator[Reason]:
     yield from request.options.switched_off("flash")
-    yield from request.options.varying(BY_THREADS)
+    yield from request.options.varying(reasons.BY_THREADS)
     yield from request.rounded()
     problem = request.facts.problem
     if problem is None:
-        yield other_equations(request.graph)
+        yield reasons.other_equations(request.graph)
         return
-    yield from node_reasons(problem, (Bias,))
-    yield from different_heads(problem)
-    yield from no_elements(problem)
+    yield from reasons.node_reasons(problem, (Bias,))
+    yield from reasons.different_heads(problem)
+    yield from reasons.no_elements(problem)
     yield from operand_reasons(problem)
-    yield from other_gradients(problem)
+    yield from reasons.other_gradients(problem)
 
 
 def operand_reasons(problem: Problem) -> Iterator[Reason]:
@@ -79,7 +70,7 @@ def operand_reasons(problem: Problem) -> Iterator[Reason]:
             limit = f"needs contiguous, non-overlapping rows of {spec.shape[3]} elements"
             yield Reason(f"rows.{name}", limit, f"{name} is {spec}")
     if "bias" in named:
-        yield from cpu_bias_reasons(named["bias"], problem.dtype)
+        yield from reasons.cpu_bias_reasons(named["bias"], problem.dtype)
 
 
 def price(request: Request) -> Price:
