@@ -2,8 +2,7 @@
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import Backend, DeviceTest, Executable, Price, RefusedError
-from attn_graph.lowering.facts import sole
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, sole
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.store import Store, default_store
 from attn_graph.machine.torch_switches import Switches

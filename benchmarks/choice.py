@@ -18,8 +18,8 @@ import attn_graph as ag
 from attn_graph.extend import Options
 from attn_graph.lowering.cpu.math import ready_alone
 from attn_graph.lowering.cpu.ways import WAYS, CpuCase, own_products
-from attn_graph.lowering.facts import sole
 from attn_graph.lowering.folding import fold_problem, shape_each
+from attn_graph.lowering.problem import sole
 from benchmarks.cpu_jobs import F16, GROUPS, Job, make_graph, make_operands
 from benchmarks.timing import microseconds_in_turn, save
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 import attn_graph as ag
-from attn_graph.lowering import facts, shares
+from attn_graph.lowering import problem, shares
 from benchmarks.timing import save, seconds
 
 MODELS = Path(__file__).parents[1] / "examples" / "models.py"
 GOAL = 100.0  # milliseconds
 ROUNDS = 3  # the least of them counts, since others share the machine
 CACHES: tuple[Any, ...] = (  # lru caches that an explanation fills for the next one
-    facts.facts_of,
+    problem.facts_of,
     shares.count_pairs_once,
 )
 

@@ -28,7 +28,7 @@ from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.offline import describe_target, driver_library
 from attn_graph.lowering.cudnn.plan import CudnnPlan
 from attn_graph.lowering.cudnn.run import Run
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Request
 from attn_graph.nn.functional import attention, scaled_dot_product_attention
 from benchmarks.timing import Job, microseconds, microseconds_in_turn, save, seconds

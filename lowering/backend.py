@@ -1,4 +1,6 @@
-"""A backend: a name, its refusals, and a function that makes a graph callable."""
+"""A backend: a name, its refusals, and a function that makes a graph callable; and rooms, the
+caller's tensors for results.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,10 @@ Write = Callable[..., Tensors]  # as above
 Needs = TypeVar("Needs", bound="Foreseen | Executable")
 UNKNOWN = sys.float_info.max  # seconds
 OUT_COPIED = "out= takes a copy: the kernels write to memory of their own"
+Rooms = Mapping[str, torch.Tensor]  # by the result's name
+ResultLayout = tuple[Sequence[int], Sequence[int], torch.dtype]  # shape, strides, dtype of a result
+NO_ROOMS: Rooms = {}
+zero_each = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 
 class RefusedError(Exception):
@@ -412,3 +418,31 @@ class Backend:
         own = {*self.lays(graph)}
         layouts = tuple([x if n in own else None for n, x in enumerate(graph.layouts)])
         return evolve(graph, layouts=layouts if own else ())
+
+
+def room_name(result: str) -> str:
+    """The name of a room among the buffers of a call."""
+    return f"out.{result}"
+
+
+def room_or_new(
+    rooms: Rooms, name: str, layout: ResultLayout, device: torch.device
+) -> torch.Tensor:
+    """The room of a result, or new memory if it has none, or if it lies in another way."""
+    shape, strides, dtype = layout
+    room = rooms.get(name)
+    if room is not None and room.dtype == dtype:
+        due = normalise_strides(shape, strides)
+        if normalise_strides(room.shape, room.stride()) == due:
+            return room.as_strided(shape, strides)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def write_named(
+    run: Callable[..., tuple[Sequence[torch.Tensor], object]],
+    names: Sequence[str],
+    rooms: Sequence[torch.Tensor],
+    *tensors: torch.Tensor,
+) -> Sequence[torch.Tensor]:
+    """`Executable.write`, by a function that takes rooms by name. names: of the outputs."""
+    return run(*tensors, rooms=dict(zip(names, rooms, strict=True)))[0]

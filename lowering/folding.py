@@ -20,8 +20,7 @@ from attn_graph.ir.modifiers import UNPLACED, Modifier
 from attn_graph.ir.transforms.binding import bind_graph
 from attn_graph.ir.transforms.vjp import residuals
 from attn_graph.lowering.backend import Backend, Executable, Run, Tensors, Write
-from attn_graph.lowering.facts import Facts, facts_of
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Facts, Problem, facts_of
 from attn_graph.lowering.request import Request
 from attn_graph.masks import Keep, KeepBlocks, KeyLengths, Mask, Prefix
 from attn_graph.masks.joins import leaves

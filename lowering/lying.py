@@ -37,9 +37,9 @@ from attn_graph.ir.storage.scaling import (
     neighbours,
     whole_shape,
 )
-from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.problem import (
     PREPARING,
+    Facts,
     Lies,
     Problem,
     declared_strides,

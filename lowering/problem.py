@@ -1,19 +1,24 @@
-"""The sizes and dtypes of one attention, read off its graph once."""
+"""One attention: its sizes and dtypes, read off its graph once, and all else that backends ask of a
+graph, each answer worked out once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TypeGuard, TypeVar, final
+from typing import Any, TypeGuard, TypeVar, final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
+from attn_graph.errors import PlanMismatchError
 from attn_graph.ir.attention import Attention, AttentionGrad, Operands
-from attn_graph.ir.graph import Eqn, Graph, Op
+from attn_graph.ir.graph import Eqn, Graph, Op, check_graph
 from attn_graph.ir.layouts import value_spec
 from attn_graph.ir.storage.packing import Lengths
 from attn_graph.ir.storage.scaling import Dequantise, stands_in
+from attn_graph.ir.transforms.vjp import training_gradient
+from attn_graph.machine.cache import Remembers, remember
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.masks.places import Block, Place, Strip
 from attn_graph.spec import (
@@ -415,6 +420,12 @@ def find_misplaced(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ]
 
 
+def require_aligned(rooms: Mapping[str, torch.Tensor]) -> None:
+    """Raise PlanMismatchError for rooms that do not begin at multiples of 16 bytes."""
+    if texts := find_misplaced(rooms.items()):
+        raise PlanMismatchError(*texts, way_out="")
+
+
 def tidy_strides(x: torch.Tensor) -> torch.Tensor:
     """x with strides that suit the kernels along axes of size 1, in which strides mean nothing."""
     if 1 not in x.shape or not x.ndim:
@@ -430,3 +441,36 @@ def on_boundary(x: torch.Tensor) -> torch.Tensor:
         return x
     reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.as_strided((reach,), (1,)).clone().as_strided(x.shape, x.stride())
+
+
+@final
+@frozen
+class Facts(Remembers):
+    """A graph after all passes, as backends see it. Equal graphs share one record."""
+
+    graph: Graph
+    answers: dict[tuple[object, ...], Any] = field(factory=dict, init=False, eq=False, repr=False)
+
+    @cached_property
+    def problem(self) -> Problem | None:
+        """The one attention of the graph, or the one gradient; None of other graphs."""
+        return find_problem(self.graph)
+
+    def gradient(self, wants: tuple[str, ...] | None, *, through_lse: bool = False) -> Graph:
+        """The graph of a training step's gradient."""
+        return self.once(derive_gradient, wants, through_lse)
+
+
+def derive_gradient(facts: Facts, wants: tuple[str, ...] | None, through_lse: bool) -> Graph:
+    return training_gradient(facts.graph, wants, through_lse=through_lse)
+
+
+@remember
+def facts_of(graph: Graph) -> Facts:
+    return Facts(graph)
+
+
+def sole(graph: Graph) -> Problem | None:
+    """The problem of a graph that is one attention, or one attention's gradient; None of others."""
+    check_graph(graph, "sole")
+    return facts_of(graph).problem

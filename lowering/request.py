@@ -18,7 +18,7 @@ from attn_graph.machine.torch_switches import LIBRARIES, KernelName, Precision, 
 from attn_graph.machine.workspace import Workspace, default_workspace
 
 if TYPE_CHECKING:
-    from attn_graph.lowering.facts import Facts
+    from attn_graph.lowering.problem import Facts
 
 Fallback = Literal["ignore", "warn", "raise"]
 Among = tuple["str | Named", ...] | None
@@ -110,7 +110,7 @@ class Request:
     @cached_property
     def facts(self) -> Facts:
         """The graph as backends see it."""
-        from attn_graph.lowering.facts import facts_of  # waits for the first plan
+        from attn_graph.lowering.problem import facts_of  # waits for the first plan
 
         return facts_of(self.graph)
 

@@ -29,8 +29,7 @@ from attn_graph.ir.graph import Eqn, Graph, Op
 from attn_graph.ir.storage.packing import Lengths, row_count
 from attn_graph.ir.transforms.gradient_ops import WeighT
 from attn_graph.ir.transforms.tangents import AttentionJvp
-from attn_graph.lowering.facts import Facts, facts_of
-from attn_graph.lowering.problem import operand_specs
+from attn_graph.lowering.problem import Facts, facts_of, operand_specs
 from attn_graph.machine.cache import remember
 from attn_graph.masks import Mask
 from attn_graph.sparsity.tiles import Coverage, Sizes, count_pairs

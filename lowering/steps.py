@@ -17,7 +17,7 @@ from torch._C import _is_any_autocast_enabled, _set_grad_enabled
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import statistics
 from attn_graph.ir.transforms.vjp import residuals
-from attn_graph.lowering.rooms import Rooms, room_name
+from attn_graph.lowering.backend import Rooms, room_name
 from attn_graph.machine.ambient import without_autocast
 from attn_graph.machine.workspace import Scratch, Views, Workspace
 

@@ -30,20 +30,15 @@ FLOORS = (  # top first; a name, or `package.*` for the package and all its modu
     ("attn_graph.lowering.parts",),
     ("attn_graph.lowering.lying",),
     (
-        *("attn_graph.lowering", "attn_graph.lowering.finishing", "attn_graph.lowering.folding"),
-        *("attn_graph.lowering.processes", "attn_graph.lowering.small_graphs"),
-        "attn_graph.lowering.through_lse",
+        *("attn_graph.lowering", "attn_graph.lowering.folding", "attn_graph.lowering.processes"),
+        *("attn_graph.lowering.small_graphs", "attn_graph.lowering.through_lse"),
     ),
-    (
-        *("attn_graph.lowering.reasons", "attn_graph.lowering.rooms"),
-        "attn_graph.lowering.steps",
-    ),
+    ("attn_graph.lowering.reasons", "attn_graph.lowering.steps"),
     (
         *("attn_graph.lowering.backend", "attn_graph.lowering.limits"),
         *("attn_graph.lowering.rates", "attn_graph.lowering.shares"),
     ),
     ("attn_graph.lowering.request",),
-    ("attn_graph.lowering.facts",),
     ("attn_graph.lowering.problem",),
     ("attn_graph.ir.*",),
     ("attn_graph.sparsity.*",),

@@ -14,7 +14,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.transforms.binding import complete_sizes, many_sizes, replace_sizes
 from attn_graph.ir.transforms.vjp import main_outputs
 from attn_graph.lowering.backend import Foreseen, out_notes
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.request import Request
 from attn_graph.planner.choose import (
     BACKENDS,

@@ -24,7 +24,7 @@ from attn_graph.ir.storage.paging import Unpage
 from attn_graph.ir.storage.scaling import stands_in, weights_dtype
 from attn_graph.ir.transforms.vjp import wanted_inputs
 from attn_graph.lowering.backend import Backend
-from attn_graph.lowering.facts import Facts, facts_of
+from attn_graph.lowering.problem import Facts, facts_of
 from attn_graph.lowering.reasons import lacks_machine
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state

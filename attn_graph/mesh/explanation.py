@@ -14,9 +14,8 @@ from attn_graph.masks.places import Keys
 from attn_graph.mesh.counts import count_box, find_seen
 from attn_graph.mesh.layout import SEQUENCES, Method
 from attn_graph.mesh.results import Flow, Hop, Outlook, RankFigures
-from attn_graph.mesh.schedule import visits_of
+from attn_graph.mesh.schedule import count, flow_between, heads_problem, visits_of
 from attn_graph.mesh.sharded import Sharded
-from attn_graph.mesh.traffic import count, flow_between, heads_problem
 from attn_graph.spec import INF, NAMES
 
 # Bytes a second that one device sends while it receives as many, by data sheets.

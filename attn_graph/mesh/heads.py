@@ -9,11 +9,10 @@ import torch
 
 from attn_graph.mesh.exchange import pack, post, unpack
 from attn_graph.mesh.layout import Ranges
-from attn_graph.mesh.schedule import Job, absent_rows
+from attn_graph.mesh.schedule import Job, absent_rows, count
 from attn_graph.mesh.sharded import Sharded, pair_chunks, take
 from attn_graph.mesh.site import BoxCall, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
-from attn_graph.mesh.traffic import count
 
 Tensors = Sequence[torch.Tensor]
 Shape = tuple[int, ...]

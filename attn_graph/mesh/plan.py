@@ -32,11 +32,10 @@ from attn_graph.mesh.exchange import compare_texts, pack, post, unpack
 from attn_graph.mesh.heads import backward_heads, forward_heads, prepare_heads
 from attn_graph.mesh.results import ShardedPlan
 from attn_graph.mesh.ring import backward_ring, forward_ring, prepare_ring
-from attn_graph.mesh.schedule import absent_rows
+from attn_graph.mesh.schedule import absent_rows, shared_inputs
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.site import Site
 from attn_graph.mesh.totals import Cotangents, Totals, lay_out_as
-from attn_graph.mesh.traffic import shared_inputs
 from attn_graph.spec import TensorSpec
 
 if TYPE_CHECKING:

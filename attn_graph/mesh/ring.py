@@ -12,11 +12,10 @@ from attrs import frozen
 
 from attn_graph.mesh.exchange import Transfer, pack, post, unpack
 from attn_graph.mesh.layout import Ranges
-from attn_graph.mesh.schedule import Visit, visits_of
+from attn_graph.mesh.schedule import Visit, count, visits_of
 from attn_graph.mesh.sharded import pair_chunks
 from attn_graph.mesh.site import BoxCall, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
-from attn_graph.mesh.traffic import count
 
 Tensors = Sequence[torch.Tensor]
 

@@ -13,8 +13,8 @@ from attn_graph.ir.transforms.gradient_ops import sink_gradient
 from attn_graph.ir.transforms.moving import Box
 from attn_graph.kernels.merging import merge_, sink_
 from attn_graph.mesh.layout import Ranges
+from attn_graph.mesh.schedule import shared_inputs
 from attn_graph.mesh.site import Gradients, Site, take_chunks
-from attn_graph.mesh.traffic import shared_inputs
 from attn_graph.spec import INF, TensorSpec, accumulator, dense_strides, memory_order
 
 Tensors = Sequence[torch.Tensor]

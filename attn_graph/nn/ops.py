@@ -61,7 +61,7 @@ from attn_graph.spec import (
 from attn_graph.spec.dims import bind
 
 if TYPE_CHECKING:
-    from attn_graph.lowering.facts import Facts
+    from attn_graph.lowering.problem import Facts
 
 NAME = "attn_graph"
 KINDS = ("cpu", "cuda")  # of devices
@@ -179,7 +179,7 @@ def fake_attention(tensors: Tensors, text: str, saves: bool = False) -> list[Ten
     if isinstance(content, CallContent):
         every = [*fake_results(content, results.names, tensors)]
     else:
-        from attn_graph.lowering.facts import facts_of  # waits for the first plan
+        from attn_graph.lowering.problem import facts_of  # waits for the first plan
 
         graph = restore_graph(text)
         require_specs(graph, tensors)

@@ -25,13 +25,12 @@ from attn_graph.rings import find, load_present
 FOR_GPUS = (
     "lowering.libraries.cudnn_limits",
     "lowering.cudnn.memory",
-    "lowering.cudnn.sequences",
     "lowering.cudnn.plan",
     "lowering.libraries.fa4_limits",
     "lowering.fa4.lists",
     "lowering.fa4.offline",
     "lowering.fa4.run",
-    "lowering.triton.offline",
+    "lowering.triton.plan",
     "measuring.device_test",
 )
 Backends = tuple[str | Backend, ...]

@@ -13,7 +13,7 @@ from attrs import asdict, frozen
 
 from attn_graph.errors import GraphError
 from attn_graph.ir.graph import Graph
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.shares import Share, count_shares, mask_sources
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.target import Target

@@ -1,4 +1,6 @@
-"""Compares a plan with the formula, forward and backward."""
+"""Compares plans with the formula, forward and backward: one, or those of drawn graphs, also on a
+virtual GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,22 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from attn_graph.compiler import compile
 from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
+from attn_graph.ir.transforms.parse import parse
+from attn_graph.lowering.backend import Backend
+from attn_graph.machine.target import Target
 from attn_graph.plan import Plan
+from attn_graph.rings import find
 from attn_graph.spec import TensorSpec
 from attn_graph.testing.formula import poison_blind_rows
 from attn_graph.testing.rule import expect_gradients, expect_outputs
-from attn_graph.testing.tensors import cotangents_for
+from attn_graph.testing.strategies import seeds
+from attn_graph.testing.tensors import cotangents_for, tensors_for
 
 Tensors = Sequence[torch.Tensor]
+FEWER = 5  # times fewer graphs on a virtual GPU: each takes seconds, mostly Triton's
 
 
 def search(
@@ -109,3 +118,39 @@ def check_gradients(
             f"{plan.backend}: d{name} is not finite\n{grads[name]}\nis not\n{due.ref}"
         )
     return grads
+
+
+def check_graphs(
+    graphs: SearchStrategy[Graph],
+    known: type,
+    backend: str | Backend,
+    target: Target | str,
+    gpu: Target | str | None,
+    trained: bool = True,
+) -> None:
+    """Raise AssertionError unless drawn graphs survive printing and parsing and run correctly.
+
+    A backend computes them, and with `gpu` Triton's compiled kernels too. known: a class named in
+    the text. trained: check the backward too.
+    """
+
+    def check_plan(graph: Graph, seed: int, backend: str | Backend, target: Target | str) -> None:
+        plan, tensors = compile(graph, target=target, backends=(backend,)), tensors_for(graph, seed)
+        check_outputs(plan, graph, tensors)
+        if trained:
+            check_gradients(plan, graph, tensors, seed)
+
+    def check_here(graph: Graph, seed: int) -> None:
+        again = parse(str(graph), known=[known])
+        assert again == graph, f"the text of a graph is read as another:\n{again}\nis not\n{graph}"
+        check_plan(graph, seed, backend, target)
+
+    def check_there(graph: Graph, seed: int) -> None:
+        assert gpu is not None
+        with find("virtual_gpu")(gpu) as device:
+            check_plan(graph, seed, "triton", device.target)
+
+    search(check_here, graph=graphs, seed=seeds)
+    if gpu is not None:
+        some = graphs.filter(lambda graph: all(0 not in x.spec.shape for x in graph.inputs))
+        search(check_there, FEWER, graph=some, seed=seeds)

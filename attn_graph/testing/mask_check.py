@@ -19,8 +19,7 @@ from attn_graph.machine.target import Target
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import TensorSpec
 from attn_graph.testing import strategies
-from attn_graph.testing.agreement import search
-from attn_graph.testing.graph_check import check_graphs
+from attn_graph.testing.agreement import check_graphs, search
 from attn_graph.testing.mask_formula import Places, evaluate_mask, evaluate_place_by_place
 from attn_graph.testing.strategies import Shape, data_specs, seeds, shapes
 from attn_graph.testing.tensors import filler, lay_out

@@ -17,9 +17,8 @@ from attn_graph.machine.target import Target
 from attn_graph.masks import needs_of
 from attn_graph.masks.places import Block, Place
 from attn_graph.spec import INF, TensorSpec
-from attn_graph.testing.agreement import search
+from attn_graph.testing.agreement import check_graphs, search
 from attn_graph.testing.formula import differentiate
-from attn_graph.testing.graph_check import check_graphs
 from attn_graph.testing.mask_check import ranges
 from attn_graph.testing.strategies import Shape, data_specs, maybe, seeds, shapes
 from attn_graph.testing.strategies import masks as any_mask

@@ -17,11 +17,9 @@ from attrs import evolve, frozen
 import attn_graph as ag
 from attn_graph.kernels.tilings import ARCHS, Tiling
 from attn_graph.lowering.codegen.machine_code import MachineCode
-from attn_graph.lowering.facts import facts_of
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, facts_of
 from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
-from attn_graph.lowering.triton.offline import compile_launches
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, compile_launches
 from attn_graph.lowering.triton.programs import choose_push_tiling, choose_tiling
 from attn_graph.lowering.triton.work import Work, split_graph
 from docs.generate.kernel_rows import (

@@ -12,12 +12,10 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.codegen.machine_code import MachineCode
-from attn_graph.lowering.facts import facts_of, sole
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, facts_of, sole
 from attn_graph.lowering.triton.launch_list import BY_KEYS
-from attn_graph.lowering.triton.offline import compile_launches
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, compile_launches
 from docs.generate.kernel_rows import (
     PASSES,
     PRODUCTS,

@@ -15,9 +15,9 @@ from attrs import field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.ir.transforms.binding import settle_attention
+from attn_graph.lowering.backend import Rooms, room_name
 from attn_graph.lowering.folding import Shapes, fold_problem, shape_each
 from attn_graph.lowering.problem import Problem
-from attn_graph.lowering.rooms import Rooms, room_name
 from attn_graph.lowering.steps import Work
 from attn_graph.machine.ambient import is_neutral, neutral_state
 from attn_graph.machine.cache import latest

@@ -16,11 +16,11 @@ from attrs import field, frozen
 
 from attn_graph.ir.attention import Attention, AttentionGrad
 from attn_graph.kernels.products import reaches_far
+from attn_graph.lowering.backend import Rooms
 from attn_graph.lowering.cpu.product_passes import run_products
 from attn_graph.lowering.cpu.product_tiles import ProductTiles
 from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.request import Options
-from attn_graph.lowering.rooms import Rooms
 from attn_graph.lowering.steps import Work, lease_rooms
 from attn_graph.machine.cache import latest
 from attn_graph.spec import TensorSpec

@@ -46,11 +46,12 @@ from attn_graph.lowering.cpu.ways import (
     own_products,
     sole_case,
 )
-from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.folding import folds_heads, shares_rows
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import (
+    Facts,
     Problem,
+    facts_of,
     has_problem,
     in_bshd,
     in_c_order,

@@ -26,7 +26,7 @@ from attn_graph.ir.storage.packing import list_sequences, require_fitting, requi
 from attn_graph.ir.transforms.boxes import move_attention
 from attn_graph.ir.transforms.moving import Box
 from attn_graph.kernels.merging import sink_
-from attn_graph.lowering.backend import Executable
+from attn_graph.lowering.backend import Executable, room_name
 from attn_graph.lowering.cpu.fused_calls import sink_gradient_of, wanted_sinks
 from attn_graph.lowering.cpu.page_entries import (
     PageEntries,
@@ -59,7 +59,6 @@ from attn_graph.lowering.cpu.sequences import (
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import has_problem
 from attn_graph.lowering.rates import CpuRates
-from attn_graph.lowering.rooms import room_name
 from attn_graph.lowering.steps import Fixed, Step, lease_rooms
 from attn_graph.machine.cache import latest
 from attn_graph.machine.fitting import Layouts, Read, Shape, compile_layouts, find_reads

@@ -23,9 +23,8 @@ from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.run_mask import FEW_ROWS, caps_entries, cuts_entries, reads_numbers
 from attn_graph.lowering.cpu.schedule import DATA_ROWS, count_looks, looks_pay, score_seconds
 from attn_graph.lowering.cpu.tile_grid import has_few_scores, lies_flat
-from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.folding import fold_problem
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Facts, Problem
 from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.lowering.request import Request
 from attn_graph.machine.target import Target

@@ -22,12 +22,12 @@ from attn_graph.lowering.backend import (
     Foreseen,
     Price,
     RefusedError,
+    write_named,
 )
 from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.problem import places_of_rows
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations
 from attn_graph.lowering.request import Request
-from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import FRONTEND
 from attn_graph.spec import NAMES
@@ -146,8 +146,7 @@ def foresees(request: Request) -> Foreseen:
 
 def describe_problem(request: Request) -> tuple[Case, CudnnCall]:
     """The call for a supported graph."""
-    from attn_graph.lowering.cudnn.graph import describe_call
-    from attn_graph.lowering.cudnn.sequences import pack_call
+    from attn_graph.lowering.cudnn.graph import describe_call, pack_call
     from attn_graph.lowering.libraries.cudnn_case import needs_padding_mask
 
     case = read_case(request)

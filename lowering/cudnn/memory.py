@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_graph.ir.modifiers import Alibi
-from attn_graph.lowering.cudnn.sequences import round_total, round_up_to
+from attn_graph.lowering.cudnn.graph import round_total, round_up_to
 from attn_graph.lowering.libraries.cudnn_case import Case
 
 FEW_KEYS = 512  # read in one piece by Hopper's kernel for one query

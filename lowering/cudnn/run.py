@@ -32,10 +32,16 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.storage.packed import STARTS
 from attn_graph.ir.storage.paging import readable_table, seen_by_entry
 from attn_graph.ir.storage.scaling import O_SCALE, SCALES
+from attn_graph.lowering.backend import (
+    NO_ROOMS,
+    ResultLayout,
+    Rooms,
+    room_or_new,
+    zero_each,
+)
 from attn_graph.lowering.cudnn import builder as cudnn_builder
-from attn_graph.lowering.cudnn.graph import CudnnCall, Slot
+from attn_graph.lowering.cudnn.graph import CudnnCall, Slot, round_total
 from attn_graph.lowering.cudnn.memory import key_splits
-from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.lying import DECLARED, SIDES, copy_cleared, quantised_places
 from attn_graph.lowering.problem import (
@@ -44,15 +50,8 @@ from attn_graph.lowering.problem import (
     on_boundary,
     operand_specs,
     read_operands,
-    returns_lse,
-)
-from attn_graph.lowering.rooms import (
-    NO_ROOMS,
-    ResultLayout,
-    Rooms,
     require_aligned,
-    room_or_new,
-    zero_each,
+    returns_lse,
 )
 from attn_graph.machine.ambient import neutral_state
 from attn_graph.machine.device_memo import DeviceMemo, copy_to, full_vector

@@ -21,13 +21,12 @@ from attn_graph.lowering.backend import (
     Foreseen,
     Price,
     RefusedError,
+    write_named,
 )
-from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.forecast import forecast
-from attn_graph.lowering.problem import places_of_rows, returns_lse
+from attn_graph.lowering.problem import Facts, places_of_rows, returns_lse
 from attn_graph.lowering.reasons import missing_library, no_gpu, other_equations, untraceable
 from attn_graph.lowering.request import Request
-from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.machine.target import Target
 

@@ -16,6 +16,7 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.storage.packed import LENGTHS, STARTS
 from attn_graph.ir.storage.paging import readable_table, seen_by_entry
 from attn_graph.ir.transforms.gradient_ops import clear_blind_rows
+from attn_graph.lowering.backend import NO_ROOMS, Rooms, room_or_new, zero_each
 from attn_graph.lowering.fa4.call import CU_SEQLENS, NARROW, SEQUSED, Fa4Call, call_package
 from attn_graph.lowering.fa4.dialect import as_read
 from attn_graph.lowering.fa4.lists import MadeLists, TileLists
@@ -29,11 +30,11 @@ from attn_graph.lowering.problem import (
     fits_loads,
     on_boundary,
     read_operands,
+    require_aligned,
     returns_lse,
     select_outputs,
     tidy_strides,
 )
-from attn_graph.lowering.rooms import NO_ROOMS, Rooms, require_aligned, room_or_new, zero_each
 from attn_graph.machine.device_memo import DeviceMemo, copy_to
 from attn_graph.machine.sizes import format_bytes
 from attn_graph.machine.store import Store

@@ -1,7 +1,8 @@
 """The limits of cuDNN as a table: each with its condition, its sentence and its source.
 
 Head counts have no row: in every graph H is a multiple of G, and cuDNN needs no more. Neither have
-addresses: a call checks their alignment to 16 bytes.
+addresses: a call checks their alignment to 16 bytes. Packed tensors have both lengths and a padding
+mask in every call. A backward without would be taken too, and be wrong.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ import torch
 from attn_graph.errors import Reason
 from attn_graph.ir.modifiers import Alibi, Bias, SoftCap
 from attn_graph.ir.storage.scaling import FLOATS_OF_8
-from attn_graph.lowering.facts import Facts
-from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
-from attn_graph.lowering.libraries.cudnn_masks import mask_problems
-from attn_graph.lowering.libraries.cudnn_packed import PACKED_LIMITS
-from attn_graph.lowering.libraries.cudnn_quantised import QUANTISED_LIMITS
-from attn_graph.lowering.libraries.cudnn_violations import (
+from attn_graph.lowering.libraries.cudnn_case import (
     BACKWARD_HEADER,
     FORWARD_HEADER,
     HEADERS,
     MEASURED,
     OFF_90_TO_109,
+    Case,
     bias_column,
     dtype_name,
+    far_entries,
+    far_keys,
     foreign_alibi,
     foreign_statistics,
+    has_rows_outermost,
     left_of_diagonal,
     name_broadcast,
     name_mask,
+    needs_padding_mask,
     other_modifiers,
     rows_without_maximum,
 )
+from attn_graph.lowering.libraries.cudnn_masks import mask_problems
 from attn_graph.lowering.limits import (
+    AMPERE,
     BACKWARD,
     BLACKWELL,
     FIRST,
@@ -43,7 +46,7 @@ from attn_graph.lowering.limits import (
     Limit,
     Limits,
 )
-from attn_graph.lowering.problem import is_misaligned
+from attn_graph.lowering.problem import Facts, is_misaligned
 from attn_graph.lowering.reasons import (
     no_elements,
     old_gpu,
@@ -51,7 +54,7 @@ from attn_graph.lowering.reasons import (
     several_biases,
     uneven_heads,
 )
-from attn_graph.spec import HALF
+from attn_graph.spec import HALF, NAMES
 
 
 def reasons(case: Case) -> tuple[Reason, ...]:
@@ -63,6 +66,234 @@ def exceeded_limits(facts: Facts, case: Case) -> tuple[Reason, ...]:
     """`reasons` against a case of a graph: PyTorch's own call of cuDNN has these limits too."""
     return reasons(case)
 
+
+OFF_90_TO_119 = (AMPERE, range(120, 1000))
+
+PACKED_LIMITS: tuple[Limit[Case], ...] = (
+    Limit(
+        "packed_rows",
+        lambda c: tuple(
+            (n, x) for n, x in c.lying.rows_in_place.items() if not has_rows_outermost(x)
+        ),
+        "reads packed tensors whose heads lie side by side in each row, and {it[0]} is {it[1]}",
+        "cudnn-frontend 1.28.0, test_mhas_v2.py: packed tensors lie so there",
+        says="yes",
+    ),
+    Limit(
+        "packed_keys_alone",
+        far_keys,
+        "counts elements of packed keys and values in i32 where queries are not packed, and "
+        "{it[0]} has {it[1]}",
+        "planned without a device: it has no kernel for offsets in i64 there",
+        says="yes",
+    ),
+    Limit(
+        "page_size",
+        lambda c: c.lying.page & (c.lying.page - 1) and c.lying.page,
+        "reads pages of a power of two of rows, and they have {it}",
+        FORWARD_HEADER,
+    ),
+    Limit(
+        "pages_absent",
+        lambda c: c.multiplies_absent,
+        "multiplies rows of a page that no query sees by 0, where NaN would stay NaN, and the "
+        "graph lacks finite_pages=True",
+        "what no document excludes: NVIDIA/cudnn-frontend#624 says so of packed rows",
+        FORWARD,
+        says="yes",
+    ),
+    Limit(
+        "pages_backward",
+        lambda c: c.is_paged,
+        "has no gradient over pages, and k and v lie in pages",
+        "the arguments of sdpa_backward",
+        BACKWARD,
+        says="unasked",
+    ),
+    Limit(
+        "pages_soft_cap",
+        lambda c: c.is_paged and c.problem.node.mask is None and c.count(SoftCap),
+        "caps scores without lengths, which it needs over pages, and k and v lie in pages",
+        f"{HEADERS}: score_mod excludes them",
+    ),
+    Limit(
+        "packed_version",
+        lambda c: bool(c.packed),
+        "reads packed tensors on sm_80 to sm_89 from cuDNN 9.18.1, and this is {c.cudnn}",
+        FORWARD_HEADER,
+        sm=(AMPERE,),
+        versions=(FIRST, (9, 18, 1)),
+    ),
+    Limit(
+        "packed_statistics",
+        lambda c: "rows" in c.packed,
+        "goes back through packed queries on sm_90 to sm_119, since elsewhere it reads lse of "
+        "padded ones, and the target has sm_{c.sm}",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=OFF_90_TO_119,
+    ),
+    Limit(
+        "packed_keys_entries",
+        far_entries,
+        "goes back through padded queries beside packed keys on sm_{c.sm} if their entries begin "
+        "at most H * M * D elements apart, and q is {it}",
+        MEASURED,
+        BACKWARD,
+        sm=(range(120, 121),),
+    ),
+    Limit(
+        "packed_keys_backward",
+        lambda c: c.packed == ("keys",),
+        "goes back through packed keys beside padded queries below sm_121, and the target has "
+        "sm_{c.sm}",
+        MEASURED,
+        BACKWARD,
+        sm=(range(121, 1000),),
+    ),
+    Limit(
+        "packed_one_query",
+        lambda c: c.packed and c.problem.B == c.problem.M == 1,
+        "goes back through packed tensors of more than one query, and B = {c.problem.B}, M = "
+        "{c.problem.M}",
+        "planned without a device: its kernel does not compile in 9.20 to 9.27",
+        BACKWARD,
+        sm=(BLACKWELL,),
+        says="yes",
+    ),
+    Limit(
+        "packed_in_order",
+        lambda c: c.deterministic and bool(c.packed),
+        "is deterministic with packed tensors on sm_90 to sm_119, and the target has sm_{c.sm}",
+        BACKWARD_HEADER,
+        BACKWARD,
+        sm=OFF_90_TO_119,
+    ),
+    Limit(
+        "packed_bias_gradient",
+        lambda c: c.packed and c.wants("bias"),
+        "gives the gradient of a bias beside packed tensors on sm_90 to sm_99, and the target "
+        "has sm_{c.sm}",
+        f"{BACKWARD_HEADER}; below sm_90 {MEASURED}",
+        BACKWARD,
+        sm=(AMPERE, range(100, 1000)),
+    ),
+    Limit(
+        "packed_sinks",
+        lambda c: c.packed and c.problem.node.sinks,
+        "goes back through sinks beside packed tensors from cuDNN 9.26, and this is {c.cudnn}",
+        "cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h",
+        BACKWARD,
+        versions=(FIRST, (9, 26, 0)),
+        says="yes",
+    ),
+)
+
+
+def has_own_kernel(c: Case) -> bool:
+    """True for larger head sizes with a kernel for Blackwell: latent attention's, and 256, for
+    more queries than one."""
+    match c.problem.D, c.problem.E:
+        case 192, 128:
+            return c.backend >= (9, 19, 0)
+        case 256, 256:
+            return c.problem.M > 1 and c.backend >= (9, 26, 0) and c.frontend >= (1, 32, 0)
+    return False
+
+
+QUANTISED_LIMITS: tuple[Limit[Case], ...] = (
+    Limit(
+        "quantised_architecture",
+        lambda c: c.problem.scales and not 90 <= c.sm < 110,
+        "multiplies 8 bits on sm_90 to sm_109, and the target has sm_{c.sm}",
+        f"{FORWARD_HEADER}; for sm_120 plans with o in 8 bits exist, and no page names them",
+        says="yes",
+    ),
+    Limit(
+        "quantised_output",
+        lambda c: c.problem.scales and not c.problem.narrow_o,
+        "gives o of quantised tensors in bf16 on sm_100 to sm_109, with o_scale in 8 bits on "
+        "sm_90 too, and the target has sm_{c.sm}",
+        FORWARD_HEADER,
+        sm=(range(100),),
+    ),
+    Limit(
+        "quantised_version",
+        lambda c: bool(c.problem.scales),
+        "gives o of quantised tensors in bf16 from cuDNN 9.13, and this is {c.cudnn}",
+        FORWARD_HEADER,
+        versions=(FIRST, (9, 13, 0)),
+    ),
+    Limit(
+        "quantised_dtypes",
+        lambda c: tuple(
+            (name, NAMES[x.dtype])
+            for name, x in zip("kv", c.problem.specs[1:3], strict=True)
+            if c.problem.scales and x.dtype != c.problem.dtype
+        ),
+        "multiplies tensors of one dtype, and {it[0]} is in {it[1]} beside another q",
+        "planned without a device: taken from cuDNN 9.25, and no page says what weights round to",
+        says="yes",
+    ),
+    Limit(
+        "quantised_scales",
+        lambda c: tuple(
+            (name, x.type)
+            for name, x in zip("qkvo", c.problem.scales, strict=False)
+            if x.shape != (1, 1, 1, 1)
+        ),
+        "has one scale for a tensor, and {it[0]}_scale is {it[1]}",
+        "the arguments of sdpa_fp8",
+        says="unasked",
+    ),
+    Limit(
+        "quantised_heads",
+        lambda c: c.problem.scales and c.larger > 128 and not has_own_kernel(c),
+        "multiplies 8 bits in head sizes up to 128, of D = 192 with E = 128 from cuDNN 9.19, or of "
+        "256 for M > 1 from cuDNN 9.26 and frontend 1.32, and M = {c.problem.M}, " + WIDTHS,
+        f"{FORWARD_HEADER}, and of 1.32.0, which has wider kernels that are not cuDNN's",
+        sm=(BLACKWELL,),
+        says="yes",
+    ),
+    Limit(
+        "quantised_heads_hopper",
+        lambda c: c.problem.scales and c.larger > 256,
+        "multiplies 8 bits in head sizes up to 256, and " + WIDTHS,
+        FORWARD_HEADER,
+        sm=(HOPPER,),
+    ),
+    Limit(
+        "quantised_query",
+        lambda c: c.problem.scales and c.problem.M == 1,
+        "multiplies 8 bits of one query from sm_100 on, and the target has sm_{c.sm}",
+        MEASURED,
+        sm=(HOPPER,),
+    ),
+    Limit(
+        "quantised_corner",
+        lambda c: c.problem.scales and c.diagonal.align == "bottom_right",
+        "masks scores of 8 bits from the bottom right from sm_100 on, and the target has sm_{c.sm}",
+        FORWARD_HEADER,
+        sm=(HOPPER,),
+    ),
+    Limit(
+        "quantised_sinks",
+        lambda c: c.problem.scales and c.problem.node.sinks,
+        "has sinks beside quantised tensors from sm_100 on, and the target has sm_{c.sm}",
+        f"{MEASURED}: its kernel does not compile",
+        sm=(HOPPER,),
+        says="unasked",
+    ),
+    Limit(
+        "quantised_modifiers",
+        lambda c: (
+            *dict.fromkeys(type(m).__name__ for m in c.problem.node.modifiers if c.problem.scales),
+        ),
+        "changes no scores of quantised tensors, and the graph has {it}",
+        f"{FORWARD_HEADER}: no bias; others are not built here",
+        says="unasked",
+    ),
+)
 
 LONGER = "M = {c.problem.M}, N = {c.problem.N}"
 

@@ -21,11 +21,10 @@ from typing import final
 from attrs import evolve, frozen
 
 from attn_graph.lowering.backend import UNPRICED, Price
-from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.fa4_masks import LEAST_SPLIT
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, WORTH, choose_parts, is_decoding, short_rows
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Facts, Problem
 from attn_graph.lowering.rates import Rate, When, least_seconds, peak_of, read_rates
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.shares import count_pairs_once, distinct_elements, known_shares

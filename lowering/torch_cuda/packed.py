@@ -20,10 +20,9 @@ from attn_graph.ir.storage.packed import LEAVES, STARTS, and_parts
 from attn_graph.kernels import fused_cuda
 from attn_graph.kernels.fused_cuda import SequencePlaces
 from attn_graph.lowering.backend import Backend, Executable
-from attn_graph.lowering.facts import Facts
 from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.lying import DECLARED, Lying, copy_cleared, rows_outside
-from attn_graph.lowering.problem import on_boundary, read_operands, select_outputs
+from attn_graph.lowering.problem import Facts, on_boundary, read_operands, select_outputs
 from attn_graph.lowering.reasons import (
     feature_reasons,
     modifier_reasons,

@@ -1,4 +1,6 @@
-"""Attention by Triton's kernels: every mask and modifier of ours, forward and backward."""
+"""Attention by Triton's kernels: every mask and modifier of ours, forward and backward. No kernel
+stores o in 8 bits: a pass of its own after them gives it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,11 @@ from attrs import evolve
 
 from attn_graph.errors import Reason
 from attn_graph.ir.graph import Graph
-from attn_graph.ir.storage.scaling import NARROW, Dequantise
-from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price
-from attn_graph.lowering.facts import Facts, facts_of
-from attn_graph.lowering.finishing import cut_last, finish
+from attn_graph.ir.storage.scaling import NARROW, Dequantise, Quantise
+from attn_graph.lowering.backend import UNKNOWN, UNPRICED, Backend, Executable, Price, write_named
 from attn_graph.lowering.libraries.forecast import forecast
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.problem import ROWS, Problem, returns_lse
+from attn_graph.lowering.problem import ROWS, Facts, Problem, facts_of, returns_lse
 from attn_graph.lowering.reasons import (
     missing_library,
     no_elements,
@@ -32,7 +32,6 @@ from attn_graph.lowering.reasons import (
     wide_heads,
 )
 from attn_graph.lowering.request import Request
-from attn_graph.lowering.rooms import write_named
 from attn_graph.lowering.steps import Steps
 from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, order_bytes
@@ -55,6 +54,7 @@ MOST_ROWS = 256  # of one tile
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STATISTICS = ("lse", "max")  # stored by the forward kernel beside o
 INTERPRETER = "with TRITON_INTERPRET=1 set before Python starts it runs here too, slowly"
+Tensors = Sequence[torch.Tensor]
 
 
 def no_interpreter(target: Target) -> Reason | None:
@@ -269,7 +269,7 @@ def as_step(lowered: Executable) -> Callable[..., Sequence[torch.Tensor]]:
 
 def compile_kernels(flash: Flash) -> None:
     """Compile for the target ahead of the first call."""
-    from attn_graph.lowering.triton.offline import compile_ahead
+    from attn_graph.lowering.triton.plan import compile_ahead
 
     compile_ahead(flash)
 
@@ -277,9 +277,9 @@ def compile_kernels(flash: Flash) -> None:
 def machines_of(flash: Flash) -> list[MachineCode]:
     """The machine code of every launch; none under the interpreter."""
     from attn_graph.lowering.codegen.launches import is_interpreting
-    from attn_graph.lowering.triton import offline
+    from attn_graph.lowering.triton.plan import compile_launches
 
-    return [] if is_interpreting() else offline.compile_launches(flash)
+    return [] if is_interpreting() else compile_launches(flash)
 
 
 def generated_text(flash: Flash) -> str:
@@ -388,3 +388,41 @@ def price(request: Request) -> Price:
 BACKEND = Backend(
     "triton", why_not, lower, variants=variants, lays=lays, price=price, no_device=no_interpreter
 )
+
+
+def cut_last(graph: Graph) -> Graph | None:
+    """The graph that gives o before it is quantised, first of its outputs; None for one without
+    that step at its end."""
+    if not graph.eqns or not isinstance(graph.eqns[-1].op, Quantise):
+        return None
+    last, outs = graph.numbered[-1]
+    others = tuple(i for i in graph.outputs if i not in outs)
+    return Graph(graph.inputs, graph.eqns[:-1], (last.args[0], *others))
+
+
+def finish(lowered: Executable, graph: Graph, inner: Graph) -> Executable:
+    """An executable of a graph, from one of the graph before its last step."""
+    o = graph.types[inner.outputs[0]]
+    note = f"o is quantised by a pass of its own, which reads {format_bytes(o.bytes)}"
+    return evolve(
+        lowered,
+        run=partial(run_last, lowered.run, graph, inner),
+        infer=partial(run_last, lowered.infer, graph, inner),
+        write=None,
+        fix=None,
+        writes_anywhere=False,
+        copies_out=True,
+        temporary=lowered.temporary + 3 * o.bytes * 4 // o.dtype.itemsize,
+        notes=(*lowered.notes, note),
+    )
+
+
+def run_last(
+    run: Callable[..., tuple[Tensors, Tensors]], graph: Graph, inner: Graph, *tensors: torch.Tensor
+) -> tuple[Tensors, Tensors]:
+    outputs, saved = run(*tensors)
+    eqn, outs = graph.numbered[-1]
+    values = dict(zip(inner.outputs, outputs, strict=True))
+    given = (values[i] if i in values else tensors[i] for i in eqn.args)
+    values |= zip(outs, eqn.op.run(*given), strict=True)
+    return [values[i] for i in graph.outputs], saved

@@ -18,9 +18,9 @@ from attn_graph.ir.transforms.gradient_ops import (
     sink_gradient_tangent,
 )
 from attn_graph.ir.transforms.tangents import AttentionJvp
+from attn_graph.lowering.backend import NO_ROOMS, ResultLayout, Rooms
 from attn_graph.lowering.problem import read_operands, select_outputs
 from attn_graph.lowering.request import Options
-from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms
 from attn_graph.lowering.triton.places import (
     kernel_strides,
     kernel_tensors,

@@ -1,11 +1,13 @@
-"""Launches of Triton for one attention or its gradient, and their memory."""
+"""Launches of Triton for one attention or its gradient, and their memory, compiled for any GPU,
+here or not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import Factory, define, evolve, field, frozen
@@ -20,12 +22,18 @@ from attn_graph.kernels.tilings import (
     Tiling,
     padded_head_size,
 )
+from attn_graph.lowering.backend import NO_ROOMS, ResultLayout, Rooms, room_or_new
 from attn_graph.lowering.codegen.device_code import Contribution, DeviceCode
-from attn_graph.lowering.codegen.launches import Launch, Pointers, check_interpreter
+from attn_graph.lowering.codegen.launches import (
+    Launch,
+    Pointers,
+    check_interpreter,
+    is_interpreting,
+)
+from attn_graph.lowering.codegen.machine_code import MachineCode, compile_launch, inspect_launch
 from attn_graph.lowering.codegen.tile_lists import blocks
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, read_specs
-from attn_graph.lowering.rooms import NO_ROOMS, ResultLayout, Rooms, room_or_new
 from attn_graph.lowering.triton.decode import (
     PARTS,
     PARTS_LSE,
@@ -443,3 +451,30 @@ class FlashBuilder(LaunchList):
         self.buffers[f"sums{n}"] = Buffer((p.B, p.H, *shape), torch.float32)
         own = lists | {"out_ptr": f"sums{n}"}
         self.launch("collect_lines", count * p.H * p.B, tile, own, more, texts)
+
+
+def compile_launches(flash: Flash) -> list[MachineCode]:
+    """Compile every launch for the target's compute capability. Returns the needs of each machine
+    code."""
+    tensors = mock_tensors(flash)
+    return [inspect_launch(launch, tensors, flash.target.sm) for launch in flash.launches]
+
+
+def compile_ahead(flash: Flash) -> None:
+    """Compile every launch for the target into Triton's cache, with lse and without.
+
+    Nothing under the interpreter.
+    """
+    if not is_interpreting():
+        tensors = mock_tensors(flash)
+        for launch in dict.fromkeys((*flash.launches, *flash.without_lse)):
+            compile_launch(launch, tensors, flash.target.sm)
+
+
+def mock_tensors(flash: Flash) -> dict[str, Any]:  # Any: Triton's
+    """Stand-ins for tensors of launches, while they are compiled."""
+    from triton.runtime.jit import MockTensor
+
+    tensors: dict[str, Any] = {name: MockTensor(dtype) for name, dtype in flash.dtypes().items()}
+    o = kernel_strides(flash.lying, "o", flash.lying.o())
+    return tensors | dict.fromkeys(("o.strides", "to.strides"), o)

@@ -13,9 +13,8 @@ from attn_graph.ir.graph import Eqn, Graph, Input, Op, unused_names
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.storage.packed import LENGTHS
 from attn_graph.ir.transforms.tangents import AttentionJvp
-from attn_graph.lowering.facts import Facts, facts_of
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.problem import Problem, has_problem, operand_specs
+from attn_graph.lowering.problem import Facts, Problem, facts_of, has_problem, operand_specs
 from attn_graph.lowering.triton.places import kernel_pointers
 from attn_graph.spec import TensorSpec
 

@@ -90,10 +90,10 @@ import json, sys
 import torch, triton
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.codegen.launches import load_kernel
 from attn_graph.lowering.codegen.machine_code import compile_for
-from attn_graph.lowering.triton.offline import mock_tensors
+from attn_graph.lowering.triton.plan import mock_tensors
 from attn_graph.lowering.triton.plan import Flash
 
 graph, hits = ag.parse(sys.stdin.read()), []

@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_graph as ag
 from attn_graph.integrations import vllm
-from attn_graph.integrations.vllm.cells import FLOAT8, find_cells, split_cache
-from attn_graph.integrations.vllm.layers import Kind, ServedLayer
-from attn_graph.integrations.vllm.steps import UNREAD, Capacity, ServingStep, make_step
+from attn_graph.integrations.vllm.layers import FLOAT8, Kind, ServedLayer, split_cache
+from attn_graph.integrations.vllm.steps import UNREAD, Capacity, ServingStep, find_cells, make_step
 from attn_graph.lowering.cpu.packed import PackedRun
 from attn_graph.nn.appending import write_rows
 from attn_graph.testing.rule import Expectation

@@ -21,7 +21,7 @@ from attn_graph.ir.terms.addends import Addend, Factor
 from attn_graph.ir.terms.formulas import Formula
 from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.fa4.dialect import trace_problem
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.masks.places import Block, Place
 from attn_graph.nn.functional import attention
 from attn_graph.planner.forms.content import CallContent, read_content, write_call

@@ -14,7 +14,7 @@ from attn_graph.ir.modifiers import change_
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.codegen.device_code import Tracer
 from attn_graph.lowering.cpu.asking import Extent, ask_mask, ask_modifier, depends
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.masks.places import Block, Place
 from attn_graph.testing.strategies import graphs
 from tests.machine.test_memory import BOTTOM, WINDOW, allocated

@@ -12,8 +12,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.lowering.codegen.device_code import Tracer
-from attn_graph.lowering.facts import sole
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, sole
 from attn_graph.masks.places import Block, Place
 
 LENGTHS = torch.tensor([5, 0, 12, 9])  # as long as the keys, longer, and none at all

@@ -22,9 +22,9 @@ from attn_graph.ir.storage.packed import Packed, run_one
 from attn_graph.ir.storage.packing import Unpack
 from attn_graph.ir.transforms.vjp import backward
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
+from attn_graph.lowering.cudnn.graph import round_total
 from attn_graph.lowering.cudnn.memory import key_splits
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
-from attn_graph.lowering.cudnn.sequences import round_total
 from attn_graph.lowering.libraries.cudnn_limits import reasons
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target

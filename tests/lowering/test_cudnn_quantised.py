@@ -21,9 +21,9 @@ from attn_graph.lowering.cudnn import backend as cudnn_backend
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.graph import CudnnCall
 from attn_graph.lowering.cudnn.run import Run
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.cudnn_case import Case
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target, Version
 from attn_graph.machine.workspace import Workspace

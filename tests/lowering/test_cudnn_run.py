@@ -17,12 +17,12 @@ from attn_graph.ir.graph import Graph
 from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.transforms.vjp import backward
+from attn_graph.lowering.backend import write_named
 from attn_graph.lowering.cudnn.backend import BACKEND as cudnn
 from attn_graph.lowering.cudnn.backend import describe_problem, read_case
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.libraries.cudnn_limits import reasons
 from attn_graph.lowering.request import Options, Request
-from attn_graph.lowering.rooms import write_named
 from attn_graph.machine.target import Target
 from attn_graph.machine.workspace import Workspace
 from attn_graph.plan.building import loses

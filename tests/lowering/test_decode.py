@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import MERGE
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, MOST_QUERIES, MOST_ROWS
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.rates import FILLS
 from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
 from attn_graph.lowering.triton.plan import Flash

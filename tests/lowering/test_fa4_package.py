@@ -16,9 +16,9 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.transforms.vjp import backward, cotangent_specs, main_outputs
 from attn_graph.lowering.fa4.backend import BACKEND
 from attn_graph.lowering.fa4.call import Fa4Call
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.fa4_limits import LIMITS, Fa4Case
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.request import Options, Request
 from tests.support.fa4_questions import HAS_PACKAGE, WITHOUT, ask_package
 

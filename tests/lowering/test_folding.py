@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.transforms.vjp import training_gradient
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.folding import fold_heads
+from attn_graph.lowering.problem import facts_of
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for
 

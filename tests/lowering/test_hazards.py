@@ -10,8 +10,7 @@ import torch
 
 import attn_graph as ag
 from attn_graph.lowering.codegen.machine_code import compile_launch
-from attn_graph.lowering.triton.offline import compile_launches, mock_tensors
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, compile_launches, mock_tensors
 from tests.support.kernels import problem_of
 from tests.support.virtual_cases import CASES, machine
 

@@ -34,11 +34,10 @@ from attn_graph.kernels.tilings import (
 from attn_graph.lowering.codegen import machine_code
 from attn_graph.lowering.codegen.launches import HOMES
 from attn_graph.lowering.codegen.machine_code import MachineCode, compile_launch
-from attn_graph.lowering.facts import facts_of, sole
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of, sole
 from attn_graph.lowering.triton.launch_list import PASS_OF
-from attn_graph.lowering.triton.offline import mock_tensors
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, mock_tensors
 from attn_graph.lowering.triton.programs import choose_tiling
 from docs.generate import kernels_serving as serving
 from docs.generate.kernel_rows import PASSES, SPLIT, TARGETS, target_of

@@ -14,7 +14,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.codegen.launches import Launch, load_kernel
 from attn_graph.lowering.codegen.symbols import SPECIAL
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.work import work_of
 from attn_graph.spec import TensorSpec

@@ -16,7 +16,7 @@ import attn_graph as ag
 from attn_graph.ir.modifiers import Bias
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
 from attn_graph.lowering.cpu.schedule import move_tile
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.rates import cpu_rates
 from attn_graph.masks import needs_of
 from attn_graph.testing import formula, rule

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from tests.support.sources import source_files, tree_of
 
 HALF, I32, FLOAT = torch.bfloat16, torch.int32, torch.float32

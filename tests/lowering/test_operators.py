@@ -21,9 +21,9 @@ from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Run, run_notes, temporary_bytes
 from attn_graph.lowering.fa4 import run as fa4_run
 from attn_graph.lowering.fa4.backend import BACKEND as FA4
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.fa4_masks import native_mask
 from attn_graph.lowering.lying import DECLARED, Lying, rows_outside
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.torch_cuda.packed import BACKEND as FLASH
 from attn_graph.lowering.torch_cuda.packed import PackedFlashCall

@@ -11,8 +11,8 @@ from attrs import evolve
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.storage.paging import SumPages
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.triton.places import NAMED, ORDER, order_pages
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.testing.agreement import run_gradients

@@ -12,11 +12,10 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import FULL
 from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.codegen.machine_code import MachineCode, inspect_launch
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Options
 from attn_graph.lowering.triton.launch_list import BY_KEYS, PASS_OF
-from attn_graph.lowering.triton.offline import mock_tensors
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, mock_tensors
 from attn_graph.lowering.triton.programs import choose_tiling, spread_tilings
 from docs.generate.kernel_rows import PRODUCTS, Kernel, target_of
 from docs.generate.predict import PROCESSORS, TileWork, predict_clocks

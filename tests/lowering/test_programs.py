@@ -20,8 +20,8 @@ from attn_graph.ir.passes import simplify
 from attn_graph.kernels.tilings import Pass, Tiling
 from attn_graph.lowering.codegen.launches import Launch, load_kernel
 from attn_graph.lowering.codegen.machine_code import compile_for
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.parts import choose_parts
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.backend import launch_notes, plan_flash
 from attn_graph.lowering.triton.divisions import Division

@@ -17,7 +17,7 @@ import attn_graph as ag
 from attn_graph.extend import Backend, Executable, Options, Reason, RefusedError, Request
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu.math import BACKEND as MATH
-from attn_graph.lowering.facts import Facts
+from attn_graph.lowering.problem import Facts
 from attn_graph.planner.choose import choose, permitted_backends
 from attn_graph.planner.forms.sized import Sized
 from attn_graph.testing.strategies import graphs

@@ -14,8 +14,8 @@ from torch import Tensor
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cpu import sequences
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.planner.cost import cost
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_plan

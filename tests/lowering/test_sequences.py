@@ -12,8 +12,8 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.kernels import sequences
 from attn_graph.lowering.codegen.launches import Launch
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.triton.places import lying_reasons
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.measuring.tuning import elements_spanned

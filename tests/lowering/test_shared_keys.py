@@ -16,8 +16,7 @@ import attn_graph as ag
 from attn_graph.lowering.codegen.launches import Launch
 from attn_graph.lowering.codegen.machine_code import inspect_launch
 from attn_graph.lowering.request import Options
-from attn_graph.lowering.triton.offline import mock_tensors
-from attn_graph.lowering.triton.plan import Flash
+from attn_graph.lowering.triton.plan import Flash, mock_tensors
 from attn_graph.testing.agreement import check_outputs, run_plan
 from attn_graph.testing.strategies import Shape, dtypes, mask_options, score_options, seeds
 from attn_graph.testing.tensors import tensors_for

@@ -10,9 +10,8 @@ import attn_graph as ag
 from attn_graph.instruments.pictures import masks_of
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.storage.packed import Packed
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, facts_of
 from attn_graph.lowering.small_graphs import shrink
 from attn_graph.testing.strategies import graphs
 from tests.support.ragged import Case, packed_cases

@@ -15,7 +15,7 @@ from attn_graph.ir.passes import simplify
 from attn_graph.ir.transforms.moving import Box, move_mask
 from attn_graph.kernels.tilings import Tiling
 from attn_graph.lowering.codegen.tile_lists import DeviceLists
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.masks.places import Block, Keys, Place
 from attn_graph.testing.agreement import check_gradients, check_outputs
 from attn_graph.testing.tensors import tensors_for

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.triton.programs import reads_v_in_k
 from attn_graph.planner.forms.views import core_of
 from attn_graph.testing.agreement import check_gradients, check_outputs, run_gradients, run_plan

@@ -18,7 +18,7 @@ from attn_graph.lowering.cpu import ways
 from attn_graph.lowering.cpu.math import plan_tiles
 from attn_graph.lowering.cpu.row_tiles import RowTiles
 from attn_graph.lowering.cpu.tile_grid import share_evenly
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.lowering.request import Request
 from attn_graph.machine.overlap import overlaps_itself

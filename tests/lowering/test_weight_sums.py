@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_graph as ag
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.lowering.triton.work import split_graph
 from attn_graph.testing.agreement import run_plan

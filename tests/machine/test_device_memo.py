@@ -12,7 +12,7 @@ import attn_graph as ag
 from attn_graph.ir.passes import simplify
 from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Run
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.calls import TritonCall
 from attn_graph.lowering.triton.plan import Flash

@@ -129,7 +129,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @forking
 @pytest.mark.parametrize(
     "module",
-    ["attn_graph.lowering.libraries.cudnn_violations", "attn_graph.lowering.triton.programs"],
+    ["attn_graph.lowering.libraries.cudnn_case", "attn_graph.lowering.triton.programs"],
 )
 def test_a_child_forked_within_another_threads_first_plan_can_import(module: str) -> None:
     done = subprocess.run(

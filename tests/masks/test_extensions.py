@@ -15,7 +15,7 @@ from attrs import frozen
 import attn_graph as ag
 from attn_graph.ir.modifiers import Modifier
 from attn_graph.lowering.cpu.fused_tiles import FusedTiles
-from attn_graph.lowering.facts import sole
+from attn_graph.lowering.problem import sole
 from attn_graph.lowering.rates import cpu_rates
 from attn_graph.testing.tensors import tensors_for
 from tests.support.extensions import graph_of

@@ -26,9 +26,8 @@ from attn_graph.mesh.layout import (
     divide,
     divide_heads,
 )
-from attn_graph.mesh.schedule import visits_of
+from attn_graph.mesh.schedule import flow_between, sum_bytes, visits_of
 from attn_graph.mesh.sharded import Sharded
-from attn_graph.mesh.traffic import flow_between, sum_bytes
 
 RANKS = (2, 3, 4, 8, 16, 64)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import attn_graph as ag
 from attn_graph.mesh.layout import SEQUENCES, Method, Placement
+from attn_graph.mesh.schedule import flow_between
 from attn_graph.mesh.sharded import Sharded
 from attn_graph.mesh.totals import lay_out_as
-from attn_graph.mesh.traffic import flow_between
 from attn_graph.nn.tracing import KEEPS_CONSTANTS
 from attn_graph.spec import FLOATS
 from attn_graph.testing import strategies

@@ -17,9 +17,9 @@ from attn_graph.instruments.explain import explain_graph
 from attn_graph.instruments.explanation import Explanation
 from attn_graph.instruments.remedies import Question, Remedy, kinds_for
 from attn_graph.ir.passes import simplify
-from attn_graph.ir.transforms.single_steps import write_steps
 from attn_graph.lowering.request import Options, Request
 from attn_graph.machine.target import Target
+from attn_graph.plan.extras.explained import write_steps
 from attn_graph.planner.choose import BACKENDS
 from attn_graph.planner.forms.recorded import RUNS_KEPT
 from attn_graph.testing.strategies import graphs, shapes

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import attn_graph as ag
 from attn_graph.ir.transforms.vjp import training_gradient
 from attn_graph.lowering.backend import Price
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.libraries.forecast import Programs, split_by_length
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.rates import read_rates
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.triton.plan import Flash

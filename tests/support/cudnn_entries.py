@@ -15,8 +15,8 @@ from attn_graph.ir.layouts import result_spec
 from attn_graph.ir.passes import simplify
 from attn_graph.ir.storage.scaling import FLOATS_OF_8, O_SCALE, SCALES
 from attn_graph.ir.transforms.vjp import backward, wanted_inputs
-from attn_graph.lowering.facts import facts_of
 from attn_graph.lowering.lying import Lying
+from attn_graph.lowering.problem import facts_of
 from attn_graph.spec import NAMES, TensorSpec
 from attn_graph.testing.strategies import Shape
 

@@ -12,10 +12,9 @@ from attrs import frozen
 
 from attn_graph.errors import Reason
 from attn_graph.lowering.backend import RefusedError
-from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call
+from attn_graph.lowering.cudnn.graph import CudnnCall, describe_call, pack_call
 from attn_graph.lowering.cudnn.memory import workspace
 from attn_graph.lowering.cudnn.offline import Answer, ask_cudnn, describe_target
-from attn_graph.lowering.cudnn.sequences import pack_call
 from attn_graph.lowering.libraries.cudnn_case import Case, needs_padding_mask
 from attn_graph.lowering.libraries.cudnn_limits import LIMITS
 from attn_graph.lowering.limits import Limit

@@ -6,9 +6,8 @@ import pytest
 
 import attn_graph as ag
 from attn_graph.ir.passes import simplify
-from attn_graph.lowering.facts import facts_of, sole
 from attn_graph.lowering.lying import Lying
-from attn_graph.lowering.problem import Problem
+from attn_graph.lowering.problem import Problem, facts_of, sole
 
 CPU = ag.Target.of("cpu")
 interpreted = pytest.mark.skipif(

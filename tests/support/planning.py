@@ -18,7 +18,7 @@ from attn_graph.lowering.cpu import (
     tile_grid,
     ways,
 )
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.rates import CpuRates
 
 SMALL_LIMITS: dict[ModuleType, dict[str, int]] = {

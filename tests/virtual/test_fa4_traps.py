@@ -20,7 +20,7 @@ import attn_graph as ag
 from attn_graph.lowering.fa4 import dialect
 from attn_graph.lowering.fa4.backend import PACKAGE
 from attn_graph.lowering.fa4.call import Fa4Call
-from attn_graph.lowering.facts import facts_of
+from attn_graph.lowering.problem import facts_of
 from attn_graph.testing.gpu import Fault, VirtualGpu, virtual_gpu
 from attn_graph.testing.gpu.dsl import find_package
 from tests.support import fa4_cases, virtual_cases

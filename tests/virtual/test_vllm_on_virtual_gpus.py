@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_graph.integrations.vllm.cells import find_cells
 from attn_graph.integrations.vllm.layers import Kind, ServedLayer
-from attn_graph.integrations.vllm.steps import Capacity, ServingStep
+from attn_graph.integrations.vllm.steps import Capacity, ServingStep, find_cells
 from attn_graph.testing.gpu import virtual_gpu
 from attn_graph.testing.rule import Expectation
 from tests.integrations.test_vllm_layers import ONES, attend

@@ -20,8 +20,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionS
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.vllm.cells import FLOAT8
-from attn_graph.integrations.vllm.layers import Kind, ServedLayer
+from attn_graph.integrations.vllm.layers import FLOAT8, Kind, ServedLayer
 from attn_graph.integrations.vllm.steps import Capacity, OfVllm, ServingStep, make_step
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}  # by vLLM's names of caches

@@ -9,7 +9,6 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from attn_graph.compiler import compile as compile_graph
-from attn_graph.integrations.vllm.cells import FLOAT8, split_cache
 from attn_graph.integrations.vllm.steps import Call, Capacity, ServingStep
 from attn_graph.ir.builder import attention
 from attn_graph.ir.graph import Graph
@@ -20,6 +19,11 @@ from attn_graph.spec import TensorSpec
 from attn_graph.spec.dims import Dim
 
 SEQUENCES, TOKENS = "sequences", "tokens"  # sizes of a step, by name
+FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}  # by vLLM's names
 Slopes = tuple[float, ...] | None
 Scales = tuple[Tensor, Tensor]  # one number each, of k and of v
 
@@ -144,3 +148,17 @@ class ServedLayer:
             given["alibi"] = torch.tensor(self.kind.slopes, device=step.starts.device)
         call = step.calls[plan, self.kind.slopes] = plan.prepare(**given)
         return call
+
+
+def split_cache(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
+    """k and v [n,P,G,D], views of a cache [n,G,P,2D] in any memory order: K, then V in each row.
+    Where a head's rows lie beside each other, all of K is before all of V: CPUs read these at once.
+    """
+    if kv_cache_dtype in FLOAT8:
+        cache = cache.view(FLOAT8[kv_cache_dtype])
+    D = cache.shape[-1] // 2
+    if cache.stride(2) == cache.shape[-1]:
+        k, v = cache.flatten(2).unflatten(2, (2, cache.shape[2], D)).unbind(2)
+    else:
+        k, v = cache.split(D, -1)
+    return k.transpose(1, 2), v.transpose(1, 2)

@@ -9,9 +9,9 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from attn_graph.errors import GraphError
-from attn_graph.integrations.vllm.cells import Cells, find_cells
 
 Call = Callable[..., Any]
+Cells = tuple[Tensor, Tensor]  # of each new token its page, and its row there
 WAY_OUT = "choose another backend, on CPUs by ATTN_GRAPH_VLLM=0"
 OfVllm = Any  # its objects: vLLM is not where types are checked
 UNREAD = {  # what a step of vLLM may have, by name, and this library's layers do not read
@@ -63,3 +63,10 @@ def make_step(given: OfVllm, page: int | None) -> ServingStep:
         return ServingStep(T, starts, lengths, None, None, False)
     cells = find_cells(given.slot_mapping[:T], page)
     return ServingStep(T, starts, lengths, given.block_table_tensor[:B], cells, bool(given.causal))
+
+
+def find_cells(slots: Tensor, page: int) -> Cells:
+    """The places of tokens. slots [T]: page * P + row; -1 skips a token: it goes to page 0, and
+    vLLM gives this page to no sequence. Reads nothing on the host."""
+    slots = slots.clamp(min=0)
+    return slots.div(page, rounding_mode="floor"), slots.remainder(page)

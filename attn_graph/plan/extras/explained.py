@@ -12,8 +12,11 @@ from attn_graph.errors import NoBackendError
 from attn_graph.instruments.explain import explain_each, read_gradient
 from attn_graph.instruments.explanation import Explanation, mask_tiles
 from attn_graph.instruments.remedies import Question, Read
+from attn_graph.ir.attention import Attention
+from attn_graph.ir.builder import Builder, Value
+from attn_graph.ir.graph import Eqn, Graph
+from attn_graph.ir.rewrite import replay
 from attn_graph.ir.transforms.binding import complete_sizes
-from attn_graph.ir.transforms.single_steps import write_steps
 from attn_graph.ir.transforms.vjp import backward, cotangent_specs, main_outputs, wanted_inputs
 from attn_graph.lowering.backend import each_once, out_notes
 from attn_graph.plan.extras.memory import sum_needs
@@ -95,3 +98,20 @@ def show_plan(plan: Plan) -> str:
     question = Question.of(as_written(plan), ())
     table = explain_side(plan, question, Question.forward).table(f"a plan for {plan.target}")
     return html.page(html.Html(table), html.Html(plan.graph._repr_html_()))
+
+
+def write_steps(graph: Graph) -> Graph:
+    """A simplified graph in single steps, as a user writes it; to drop some."""
+
+    def write(b: Builder, eqn: Eqn, operands: Sequence[Value]) -> Sequence[Value] | None:
+        packed, node = eqn.op.packed, eqn.op.forward
+        if not isinstance(node, Attention) or node.keeps:
+            return None
+        if packed is None:
+            return node.unfold(b.emit, operands)
+        read = packed.read(lambda *given: b.emit(*given)[0], operands)
+        results = node.unfold(b.emit, read)
+        made: Sequence[Value] = packed.write(lambda *given: b.emit(*given)[0], results, operands)
+        return made
+
+    return replay(graph, write)

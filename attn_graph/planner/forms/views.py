@@ -23,7 +23,7 @@ from attn_graph.lowering.backend import (
     add_copies,
     lay_out_results,
 )
-from attn_graph.lowering.facts import Facts, facts_of
+from attn_graph.lowering.problem import Facts, facts_of
 from attn_graph.lowering.request import Request
 from attn_graph.machine.ambient import neutral_state, plain_ops_on
 from attn_graph.machine.sizes import format_bytes
