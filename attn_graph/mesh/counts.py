@@ -11,8 +11,7 @@ from attn_graph.ir.transforms.moving import WHOLE, Box, cut_data
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block, Keys, join_intervals
 from attn_graph.mesh.sharded import Sharded, common, shift
-from attn_graph.sparsity.layers import MOST_POINTS, list_layers
-from attn_graph.sparsity.regions import Edge, Layer, Region, Run
+from attn_graph.sparsity.layers import MOST_POINTS, Edge, Layer, Region, Run, list_layers
 from attn_graph.sparsity.tiles import bounds, check_tensors, count_pairs
 
 

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 
 from attn_graph.masks.places import Keys, join_intervals
-from attn_graph.sparsity.regions import Layer
+from attn_graph.sparsity.layers import Layer
 
 Cut = Callable[[torch.Tensor], torch.Tensor]  # a view of some rows of x [B,H,L,...]
 

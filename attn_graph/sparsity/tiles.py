@@ -27,8 +27,7 @@ from attn_graph.masks.joins import (
 )
 from attn_graph.masks.leaves import Band
 from attn_graph.masks.places import Block, Place
-from attn_graph.sparsity.layers import find_regions
-from attn_graph.sparsity.regions import Both, Region, bound_both
+from attn_graph.sparsity.layers import Both, Region, bound_both, find_regions
 from attn_graph.spec import TensorSpec, require_size
 
 UNKNOWN = "before the data are known"

@@ -16,8 +16,8 @@ from attn_graph.lowering.problem import Problem
 from attn_graph.lowering.rates import CpuRates
 from attn_graph.masks import Mask
 from attn_graph.masks.places import Block
+from attn_graph.sparsity.layers import Layer, Region
 from attn_graph.sparsity.parts import Part, Tile, cut_parts, exact_parts
-from attn_graph.sparsity.regions import Layer, Region
 
 ROW_BLOCKS = (32, 512)  # queries of a tile: the kernel's own blocks, and a cache's worth
 FEW_REPEATS = 2  # windows of queries moved along, not worth a tile that repeats

@@ -254,9 +254,6 @@ def slot(argument: str, source: str, spec: TensorSpec) -> Slot:
     return Slot(argument, source, spec.shape, tuple(strides), spec.dtype)
 
 
-# The call
-
-
 def pack_call(call: CudnnCall, lying: Lying) -> CudnnCall:
     """The call on packed tensors and pages, of the same on padded ones."""
     own = tuple(pack_slot(x, lying, dense=x.source in lying.copied) for x in call.inputs)

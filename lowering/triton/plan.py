@@ -34,15 +34,16 @@ from attn_graph.lowering.codegen.machine_code import MachineCode, compile_launch
 from attn_graph.lowering.codegen.tile_lists import blocks
 from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.problem import Problem, read_specs
-from attn_graph.lowering.triton.decode import (
+from attn_graph.lowering.triton.divisions import (
     PARTS,
     PARTS_LSE,
+    Division,
     KeyDivision,
     describe_division,
     divide_keys,
+    divide_work,
     parts_buffers,
 )
-from attn_graph.lowering.triton.divisions import Division, divide_work
 from attn_graph.lowering.triton.launch_list import (
     PASS_OF,
     Fixed,

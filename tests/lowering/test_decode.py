@@ -17,7 +17,7 @@ from attn_graph.lowering.lying import Lying
 from attn_graph.lowering.parts import LEAST, MOST_QUERIES, MOST_ROWS
 from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.rates import FILLS
-from attn_graph.lowering.triton.decode import FIXED_KEYS, divide_keys
+from attn_graph.lowering.triton.divisions import FIXED_KEYS, divide_keys
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.masks import LENGTHS
 from attn_graph.testing.agreement import check_outputs, run_plan

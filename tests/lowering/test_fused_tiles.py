@@ -23,9 +23,8 @@ from attn_graph.lowering.rates import CpuRates, cpu_rates
 from attn_graph.machine.overlap import overlaps_itself
 from attn_graph.masks.places import Block, Place
 from attn_graph.sparsity import layers
-from attn_graph.sparsity.layers import list_layers
+from attn_graph.sparsity.layers import Edge, Layer, list_layers
 from attn_graph.sparsity.parts import Part, Tile
-from attn_graph.sparsity.regions import Edge, Layer
 from attn_graph.testing import rule
 from attn_graph.testing import strategies as drawn
 from attn_graph.testing.agreement import (

@@ -20,9 +20,8 @@ from attn_graph import masks as m
 from attn_graph.lowering.cpu import schedule
 from attn_graph.masks.places import Block, Place, Strip, Term, Untraceable
 from attn_graph.sparsity import tiles as counts
-from attn_graph.sparsity.layers import find_regions
+from attn_graph.sparsity.layers import Region, bound_both, find_regions, floor_sum
 from attn_graph.sparsity.parts import Tile
-from attn_graph.sparsity.regions import Region, bound_both, floor_sum
 from attn_graph.testing import mask_formula
 from attn_graph.testing.mask_check import MaskCase, mask_cases
 
@@ -276,7 +275,7 @@ def test_bounds_by_few_blocks_lack_no_place_and_have_none_too_many(
     empty, _, full = tile_kinds(due, block)
     total = sum(tile_kinds(due, block))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attn_graph.sparsity.regions.MOST_LAYERS", most_layers)
+        patch.setattr("attn_graph.sparsity.layers.MOST_LAYERS", most_layers)
         (outer,), (inner,) = bound_both(most, least, whole, block[0])
     assert len(outer.layers) <= most_layers
     assert outer.pairs >= due.sum() >= inner.pairs
