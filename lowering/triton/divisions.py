@@ -1,5 +1,5 @@
-"""Programs that share the work of a block, or the keys of few queries, where fewer would leave a GPU
-idle.
+"""Programs that share the work of a block, or the keys of few queries, where fewer would leave a
+GPU idle.
 
 Programs of o and of dq share the keys of a block of queries. Programs of dk and dv share the heads
 of a group, then the queries of a head. Another kernel joins their results, in a fixed order. Of few
