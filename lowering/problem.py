@@ -1,5 +1,5 @@
-"""One attention: its sizes and dtypes, read off its graph once, and all else that backends ask of a
-graph, each answer worked out once.
+"""One attention: its sizes and dtypes, read off its graph once, and all other answers about
+a graph for backends, each worked out once.
 """
 
 from __future__ import annotations

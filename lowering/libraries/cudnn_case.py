@@ -1,5 +1,5 @@
-"""The inputs of cuDNN's limits: the problem, the GPU and the library versions; where the limits are
-written, and the functions to find violations of them.
+"""The inputs of cuDNN's limits: the problem, the GPU and the library versions; the documents of the
+limits, and the functions to find violations of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs that share the work of a block, or the keys of few queries, where fewer would leave a
+"""The work of a block, or the keys of few queries, shared by several programs: fewer would leave a
 GPU idle.
 
 Programs of o and of dq share the keys of a block of queries. Programs of dk and dv share the heads
