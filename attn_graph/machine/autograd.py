@@ -44,7 +44,7 @@ class Recordable(Protocol):
         ...
 
 
-class AutogradCall(torch.autograd.Function):
+class PlanFunction(torch.autograd.Function):
     """A call of a plan, recorded by autograd; its backward calls the plan of the gradient.
 
     If autograd records the backward too, that is a recorded call of the gradient's plan.
@@ -88,10 +88,10 @@ class AutogradCall(torch.autograd.Function):
 
 
 # The engine calls this. PyTorch's own looks for vjp or boxes in the class at each call.
-AutogradCall._backward_cls.apply = AutogradCall.backward  # type: ignore[attr-defined]  # made by torch
+PlanFunction._backward_cls.apply = PlanFunction.backward  # type: ignore[attr-defined]  # made by torch
 
 # Function.apply itself, without its work for transforms: these are refused here.
-record = super(torch.autograd.Function, AutogradCall).apply  # pyright: ignore[reportAttributeAccessIssue]  # of torch's C base class
+record = super(torch.autograd.Function, PlanFunction).apply  # pyright: ignore[reportAttributeAccessIssue]  # of torch's C base class
 
 
 def run_with_autograd(plan: Recordable, tensors: Tensors) -> tuple[torch.Tensor, ...]:

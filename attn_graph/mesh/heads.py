@@ -11,7 +11,7 @@ from attn_graph.mesh.exchange import pack, post, unpack
 from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.schedule import Job, absent_rows, count
 from attn_graph.mesh.sharded import Sharded, pair_chunks, take
-from attn_graph.mesh.site import BoxCall, Site
+from attn_graph.mesh.site import BoxRun, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
 
 Tensors = Sequence[torch.Tensor]
@@ -94,7 +94,7 @@ def swap(
     return {r: unpack(came.get(r, outgoing[r]), shapes[r]) for r in ranks}
 
 
-def attend_heads(site: Site, qkv: Tensors, inputs: Tensors) -> Iterator[BoxCall]:
+def attend_heads(site: Site, qkv: Tensors, inputs: Tensors) -> Iterator[BoxRun]:
     """The attention of the rank's heads: all queries, all keys, of each sequence."""
     heads = heads_of(site, site.rank)["q"]
     for jobs in site.batches(site.sharded.once(list_wholes, heads)):

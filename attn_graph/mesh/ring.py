@@ -14,7 +14,7 @@ from attn_graph.mesh.exchange import Transfer, pack, post, unpack
 from attn_graph.mesh.layout import Ranges
 from attn_graph.mesh.schedule import Visit, count, visits_of
 from attn_graph.mesh.sharded import pair_chunks
-from attn_graph.mesh.site import BoxCall, Site
+from attn_graph.mesh.site import BoxRun, Site
 from attn_graph.mesh.totals import Cotangents, RowResults, Totals
 
 Tensors = Sequence[torch.Tensor]
@@ -55,7 +55,7 @@ def prepare_ring(site: Site) -> None:
             return
 
 
-def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Iterator[BoxCall]:
+def runs_of(site: Site, guest: Guest, q: torch.Tensor, inputs: Tensors) -> Iterator[BoxRun]:
     """The calls of a visit."""
     for jobs in site.batches(guest.visit.jobs):
         yield site.attend(jobs, (q, guest.k, guest.v), inputs)
@@ -161,7 +161,7 @@ def zeros_like(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def add_run(
-    site: Site, totals: Totals, run: BoxCall, cotangents: Cotangents, shares: Tensors
+    site: Site, totals: Totals, run: BoxRun, cotangents: Cotangents, shares: Tensors
 ) -> None:
     """Add the gradients of a box. shares: those of its keys."""
     rows = run.rows

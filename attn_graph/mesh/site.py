@@ -174,7 +174,7 @@ class Site:
         reads = any(x in feed.axes for feed in piece.feeds for x in "bij")
         return None if reads or needs_of(piece.node.mask) else piece.node
 
-    def attend(self, jobs: Jobs, qkv: Tensors, inputs: Tensors) -> BoxCall:
+    def attend(self, jobs: Jobs, qkv: Tensors, inputs: Tensors) -> BoxRun:
         """Attention of a box, or of a packed batch of some, by its own plan, for both passes.
 
         qkv: the rank's own queries, and the keys and values of the visit.
@@ -184,11 +184,11 @@ class Site:
         each, feeds = [*zip(qkv, (rows, at, at), strict=True)], piece.tensors(inputs, here)
         if len(jobs) == 1:
             tensors = [*(take_chunks(x, chunks) for x, chunks in each), *feeds]
-            return BoxCall(piece, here, rows, at, self.plan(piece, tensors), tensors)
+            return BoxRun(piece, here, rows, at, self.plan(piece, tensors), tensors)
         starts = [self.starts(chunks, qkv[0].device) for chunks in (rows, at)]
         tensors = [*(pack_chunks(x, chunks) for x, chunks in each), *feeds, *starts]
         most = max(map(len, rows)), max(map(len, at))
-        return BoxCall(piece, here, rows, at, self.plan(piece, tensors, most), tensors)
+        return BoxRun(piece, here, rows, at, self.plan(piece, tensors, most), tensors)
 
     def starts(self, chunks: Ranges, device: torch.device) -> torch.Tensor:
         """The starts of chunks one after the other."""
@@ -221,7 +221,7 @@ class Site:
 
 @final
 @frozen(eq=False)
-class BoxCall:
+class BoxRun:
     """The attention of a box, or of a packed batch of boxes, with its plan and tensors.
 
     here: its places in the rank's own tensors beside q, k and v. rows: the queries of each box in

@@ -273,7 +273,7 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-class OpCall(_SingleLevelFunction):
+class OpFunction(_SingleLevelFunction):
     """A call of `attention` that autograd records."""
 
     @staticmethod
@@ -300,7 +300,7 @@ class OpCall(_SingleLevelFunction):
         return None, None, *(next(each) if need else None for need in needs)
 
 
-class OpBackwardCall(_SingleLevelFunction):
+class OpBackwardFunction(_SingleLevelFunction):
     """A call of `attention_backward` that autograd records; its own gradient is a plan's."""
 
     @staticmethod
@@ -366,7 +366,7 @@ def record_attention(tensors: Tensors, text: str, saves: bool = False) -> list[T
         return push_op(tensors, text, saves)
     if records(tensors):
         with enable_single_level_autograd_function():
-            return [*OpCall.apply(text, saves, *tensors)]  # type: ignore[attr-defined]  # of torch's C base class
+            return [*OpFunction.apply(text, saves, *tensors)]  # type: ignore[attr-defined]  # of torch's C base class
     if is_bare(tensors):
         return run_attention(tensors, text, saves)
     with _AutoDispatchBelowAutograd():
@@ -383,7 +383,7 @@ def record_backward(
         return push_op(tensors, find("write_gradient")(plan, tensors, needs, given), False)
     if records(tensors):
         with enable_single_level_autograd_function():
-            return [*OpBackwardCall.apply(text, needs, given, *tensors)]  # type: ignore[attr-defined]  # as above
+            return [*OpBackwardFunction.apply(text, needs, given, *tensors)]  # type: ignore[attr-defined]  # as above
     if is_bare(tensors):
         return run_gradient(tensors, text, needs, given)
     with _AutoDispatchBelowAutograd():

@@ -33,7 +33,7 @@ Change = Callable[[torch.Tensor], None]  # scores [n,L,S] in place, by a bias an
 
 @final
 @frozen
-class RowSteps:
+class RowVariant:
     """The variant of computing whole rows.
 
     scale: of the scores. turns: True if scores are made as k q^T. rounds: True if products give
@@ -69,7 +69,7 @@ class Core:
     by their own sum.
     """
 
-    steps: RowSteps
+    steps: RowVariant
     scratch: Tensors
     blind: bool
     divides: bool = False

@@ -20,7 +20,7 @@ from attn_graph.ir.modifiers import SoftCap
 from attn_graph.kernels.products import reaches_far
 from attn_graph.kernels.row_sums import count_sum_bytes
 from attn_graph.lowering.cpu.asking import WORD, Extent, ask_mask
-from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowSteps, Spot, sums_rows
+from attn_graph.lowering.cpu.row_core import MOST_CAST, Change, Core, RowVariant, Spot, sums_rows
 from attn_graph.lowering.cpu.run_mask import RunMask, cuts_entries, runs_by_entries
 from attn_graph.lowering.cpu.tile_grid import (
     MOST_HELD,
@@ -163,9 +163,9 @@ class RowTiles(TileGrid):
         return -(-self.heads // self.runs)
 
     @cached_property
-    def steps(self) -> RowSteps:
+    def steps(self) -> RowVariant:
         p = self.problem
-        return RowSteps(
+        return RowVariant(
             p.node.scale, turns=self.turns, rounds=self.rounds, kept=self.kept,
             sums=self.sums_rows, casts=self.casts, rate=self.rate, caps=self.caps,
         )  # fmt: skip

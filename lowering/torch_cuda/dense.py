@@ -112,7 +112,7 @@ class Variant:
         """One call of the kernel, or of its backward."""
         problem = request.facts.problem
         assert problem is not None  # why_not said so
-        call = TorchKernelCall(self, problem, request.graph)
+        call = TorchKernelRun(self, problem, request.graph)
         if problem.grad is None:
             return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
         return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
@@ -295,7 +295,7 @@ def cudnn_reasons(problem: Problem, request: Request) -> Reasons:
 
 @final
 @frozen(eq=False)
-class TorchKernelCall:
+class TorchKernelRun:
     """Runs a graph."""
 
     variant: Variant

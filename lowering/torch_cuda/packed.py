@@ -68,7 +68,7 @@ def lower(request: Request) -> Executable:
     lying = flash_lying(request.facts)
     if lying is None:
         return FLASH_KERNEL.lower(request)
-    call = PackedFlashCall(lying, request.graph)
+    call = PackedFlashRun(lying, request.graph)
     if lying.problem.grad is None:
         return Executable(call.forward, 0, call.kept_forward(), tuple(call.notes()))
     return Executable(call.backward, 0, call.kept_backward(), tuple(call.notes()))
@@ -133,7 +133,7 @@ def window_of(lying: Lying) -> Window | None:
 
 @final
 @frozen(eq=False)
-class PackedFlashCall:
+class PackedFlashRun:
     """Runs a graph. Inside, tensors are [T,H,D] and statistics [H,T]."""
 
     lying: Lying
@@ -273,7 +273,7 @@ class PackedFlashCall:
         return (sums + heads) * (1 + grad.with_dlse) + rows + more
 
 
-def known_window(call: PackedFlashCall) -> Window:
+def known_window(call: PackedFlashRun) -> Window:
     window = window_of(call.lying)
     assert window is not None
     return window

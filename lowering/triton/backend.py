@@ -33,7 +33,7 @@ from attn_graph.lowering.reasons import (
 )
 from attn_graph.lowering.request import Request
 from attn_graph.lowering.steps import Steps
-from attn_graph.lowering.triton.calls import TritonCall
+from attn_graph.lowering.triton.calls import TritonRun
 from attn_graph.lowering.triton.places import kernel_strides, lying_reasons, order_bytes
 from attn_graph.lowering.triton.work import Push, Single, Work, lying_of, split_graph
 from attn_graph.machine.philox import WORDS
@@ -229,7 +229,7 @@ def lower(request: Request) -> Executable:
 
 def lower_part(part: Single, request: Request) -> Executable:
     flash = plan_flash(part, request)
-    call = TritonCall(flash, part.graph, request.options)
+    call = TritonRun(flash, part.graph, request.options)
     run, second = call.run, flash.push is not None and flash.problem.grad is not None
     infer = run if part.graph.is_gradient or returns_lse(part.graph) else call.inference
     return Executable(

@@ -43,7 +43,7 @@ Scratch = Mapping[str, torch.Tensor]
 
 @final
 @frozen(eq=False)
-class TritonCall:
+class TritonRun:
     """Runs a graph: its launches on tensors by name, in scratch from the workspace."""
 
     flash: Flash

@@ -26,7 +26,7 @@ from attn_graph.lowering.lying import DECLARED, Lying, rows_outside
 from attn_graph.lowering.problem import facts_of
 from attn_graph.lowering.request import Options, Request
 from attn_graph.lowering.torch_cuda.packed import BACKEND as FLASH
-from attn_graph.lowering.torch_cuda.packed import PackedFlashCall
+from attn_graph.lowering.torch_cuda.packed import PackedFlashRun
 from attn_graph.lowering.triton.backend import BACKEND as TRITON
 from attn_graph.machine.target import VIRTUAL
 from attn_graph.machine.workspace import Workspace
@@ -95,7 +95,7 @@ def run_fa4(graph: Graph) -> Any:  # Any: a function of tensors
 def run_flash(graph: Graph) -> Any:  # Any: a function of tensors
     lying = Lying.of(facts_of(graph))
     assert lying is not None
-    call = PackedFlashCall(lying, graph)
+    call = PackedFlashRun(lying, graph)
     return call.backward if graph.is_gradient else call.forward
 
 

@@ -14,7 +14,7 @@ from attn_graph.lowering.cudnn.backend import describe_problem
 from attn_graph.lowering.cudnn.run import Run
 from attn_graph.lowering.problem import sole
 from attn_graph.lowering.request import Options, Request
-from attn_graph.lowering.triton.calls import TritonCall
+from attn_graph.lowering.triton.calls import TritonRun
 from attn_graph.lowering.triton.plan import Flash
 from attn_graph.machine.device_memo import DeviceMemo
 from tests.support.cuda_model import DEVICE, Runtime
@@ -30,7 +30,7 @@ def tile_lists() -> Source:
     problem = sole(graph)
     assert problem is not None
     flash = Flash.plan(problem, ag.Target.of("h200"))
-    call = TritonCall(flash, graph, Options())
+    call = TritonRun(flash, graph, Options())
     (name,) = flash.tables
     return lambda: call.table(name, DEVICE)
 

@@ -18,7 +18,7 @@ import attn_graph as ag
 from attn_graph.mesh.layout import SEQUENCES, Method, Placement
 from attn_graph.mesh.schedule import visits_of
 from attn_graph.mesh.sharded import Sharded
-from attn_graph.mesh.site import BoxCall, Site
+from attn_graph.mesh.site import BoxRun, Site
 from attn_graph.spec import FLOATS
 from attn_graph.testing.tensors import tensors_for
 from tests.mesh.test_run import run_ranks
@@ -105,17 +105,17 @@ def count_calls(rank: int, group: Any, sharded: Sharded) -> list[int]:
     """How many attentions a rank computes in each pass."""
     plan = ag.compile(sharded, group=group, target="cpu")
     shards = [torch.randn(spec.shape).requires_grad_() for spec in plan.specs.values()]
-    calls, forward, backward = [0, 0], BoxCall.forward, BoxCall.backward
+    calls, forward, backward = [0, 0], BoxRun.forward, BoxRun.backward
 
-    def count_forward(box: BoxCall) -> Any:
+    def count_forward(box: BoxRun) -> Any:
         calls[0] += 1
         return forward(box)
 
-    def count_backward(box: BoxCall, *args: Any) -> Any:
+    def count_backward(box: BoxRun, *args: Any) -> Any:
         calls[1] += 1
         return backward(box, *args)
 
-    with patch.multiple(BoxCall, forward=count_forward, backward=count_backward):
+    with patch.multiple(BoxRun, forward=count_forward, backward=count_backward):
         o, _ = plan(*shards)
         torch.autograd.grad(o.sum(), shards)
     return calls

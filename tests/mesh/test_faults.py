@@ -19,7 +19,7 @@ from torch import distributed
 import attn_graph as ag
 from attn_graph.mesh.layout import Method, Placement
 from attn_graph.mesh.sharded import Sharded
-from attn_graph.mesh.site import BoxCall
+from attn_graph.mesh.site import BoxRun
 from tests.support.ranks import TIMEOUT, Crew, count_bytes, start_crew
 
 
@@ -85,7 +85,7 @@ def fail_at(number: int) -> Callable[..., Any]:
     """What fails at a call of that number, counted from 0; before, it does nothing of use."""
     calls = iter(range(number + 1))
 
-    def fail(box: BoxCall, *args: Any) -> Any:
+    def fail(box: BoxRun, *args: Any) -> Any:
         if next(calls) == number:
             raise StumbleError
         return RIGHT[len(args) > 0](box, *args)
@@ -93,7 +93,7 @@ def fail_at(number: int) -> Callable[..., Any]:
     return fail
 
 
-RIGHT = BoxCall.forward, BoxCall.backward
+RIGHT = BoxRun.forward, BoxRun.backward
 
 
 def stumble(rank: int, group: Any, sharded: Sharded, side: str) -> bool:
@@ -107,7 +107,7 @@ def stumble(rank: int, group: Any, sharded: Sharded, side: str) -> bool:
 
     due = compute()
     for number in range(3):
-        with patch.object(BoxCall, side, fail_at(number)), pytest.raises(StumbleError):
+        with patch.object(BoxRun, side, fail_at(number)), pytest.raises(StumbleError):
             compute()
         distributed.barrier(group=group)
     return all(torch.equal(x, y) for x, y in zip(compute(), due, strict=True))
