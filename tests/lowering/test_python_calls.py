@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ from attn_graph.testing.tensors import tensors_for
 # Calls for an attention on an H200, each backend priced: both passes, and forward alone. A window
 # has fixes besides, which are searched when they are printed.
 EXPLAINED, FORWARD_EXPLAINED, FIXES_PRINTED = 5_400, 2_900, 2_850
-COMPILED_MOVES, COMPILED_FILES = 415, 61  # between files, for a new graph on a CPU
+COMPILED_MOVES, COMPILED_FILES = 415, 58  # between files, for a new graph on a CPU
 FIXED = 40  # calls, for a graph of no more parts than TILES
 DECODING = {
     "plain": 21,
@@ -42,14 +43,14 @@ PER_PART = 12  # a mask of two leaves and a join, or a modifier, asked at each c
 WINDOW = ag.Causal() & ag.Window(255)
 
 
-def count_calls(act: Callable[[], object]) -> int:
-    """How many functions of Python are called meanwhile, but by a collection of garbage: a weak
+def files_called(act: Callable[[], object]) -> list[str]:
+    """The file of each function of Python called meanwhile, but by a collection of garbage: a weak
     reference to what an earlier test left calls one."""
-    count = 0
+    files: list[str] = []
 
-    def profile(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            files.append(frame.f_code.co_filename)
 
     gc.collect()
     gc.disable()
@@ -59,7 +60,12 @@ def count_calls(act: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return count
+    return files
+
+
+def count_calls(act: Callable[[], object]) -> int:
+    """How many functions of Python are called meanwhile."""
+    return len(files_called(act))
 
 
 def python_calls(plan: Callable[..., object], tensors: list[torch.Tensor]) -> int:
@@ -91,22 +97,12 @@ def test_compiling_for_a_cpu_is_a_short_road() -> None:
         x = ag.TensorSpec((2, 4, M, 64), torch.float32)
         return ag.attention(x, x, x, mask=ag.Causal() & ag.Window(64))
 
-    files, target = [""], evolve(Target.of("cpu"), native=(), interprets=False)
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(HOMES) and file != files[-1]:
-            files.append(file)
-
+    target = evolve(Target.of("cpu"), native=(), interprets=False)
     ag.compile(graph_of(256), target=target)
     new = graph_of(512)
-    sys.setprofile(profile)
-    try:
-        ag.compile(new, target=target)
-    finally:
-        sys.setprofile(None)
-    assert len(files) - 1 <= COMPILED_MOVES
-    assert len({*files[1:]}) <= COMPILED_FILES
+    files = [x for x in files_called(lambda: ag.compile(new, target=target)) if x.startswith(HOMES)]
+    assert len({*files}) <= COMPILED_FILES
+    assert sum(a != b for a, b in pairwise(files)) <= COMPILED_MOVES
 
 
 def masked(M: int, mask: ag.Mask, **options: Any) -> tuple[ag.Plan, list[torch.Tensor], int]:
