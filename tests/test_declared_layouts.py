@@ -83,6 +83,24 @@ def test_autograd_and_forward_mode_follow_declared_layouts(graph: ag.Graph, seed
         torch.testing.assert_close(x, y, equal_nan=True)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("order", ["bshd", "sbhd", "bhds"])
+def test_whole_heads_are_written_where_o_is_declared(heads: int, named: bool, order: str) -> None:
+    """As runs of heads, which are no views of every o."""
+    N: Any = ag.Dim("N", most=64) if named else 3
+    q, k = (ag.TensorSpec((2, *x, 4), torch.float32) for x in ((2, 2), (heads, N)))
+    graph = ag.attention(q, k, k, soft_cap=5.0, stats=True)
+    tensors = tensors_for(ag.compile(graph).at(N=3).graph if named else graph, 0)
+    due = run_plan(ag.compile(graph, target=CPU), tensors)
+    laid = ag.compile(ag.lay_out(graph, {"o": order}), target=CPU)
+    for x, y in zip(run_plan(laid, tensors), due, strict=True):
+        assert torch.equal(x, y)
+    leaves = [t.requires_grad_() for t in tensors]
+    for x, y in zip(run_plan(laid, leaves), due, strict=True):
+        assert torch.equal(x, y)
+
+
 @given(graph=named_graphs(), seed=seeds, data=st.data())
 def test_sizes_by_name_keep_the_order_of_axes(
     graph: ag.Graph, seed: int, data: st.DataObject
