@@ -35,7 +35,6 @@ ROTATED = "rotate q and k before the call"
 SEEDS = "seed= and offset=, which dropout reads"
 CAP = "soft_cap=, None for none"
 IN_SHAPES = "leave it out: the shapes of q and of the pools [n, P, G, D] have it"
-ON_MERGED = "pass k and v in one batch entry for each query; gather them before the call"
 SYMMETRIC = "quantise without zero points: k is read as k_scale times its numbers, and v alike"
 
 FIRST = dict.fromkeys(("query", "key", "value"), TENSORS)

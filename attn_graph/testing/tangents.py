@@ -13,7 +13,6 @@ from attn_graph.testing.formula import Tensor, attend, cast, read_chain
 from attn_graph.testing.rule import NOTHING, UNIT, Expectation, Sizes, low_dtype
 
 Named = Mapping[str, Tensor]
-DERIVED = ("o", "lse")  # the results that have a derivative
 
 
 @frozen

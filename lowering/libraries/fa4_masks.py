@@ -12,7 +12,6 @@ from attn_graph.lowering.lying import SIDES, Lying
 from attn_graph.lowering.problem import Problem, fits_loads, is_misaligned
 from attn_graph.masks import Band, Mask
 from attn_graph.masks.places import Place
-from attn_graph.spec import TensorSpec, dense_strides, memory_order
 
 Bounds = tuple[int | None, int | None]
 STATISTICS = "lse", "dlse"  # which a gradient reads
@@ -116,11 +115,6 @@ def copies(lying: Lying) -> tuple[str, ...]:
     grad = lying.stepped.grad
     clears = grad is not None and grad.with_do and lying.has_blind_rows
     return (*copied_names(lying), *["do"] * clears)
-
-
-def new_like(spec: TensorSpec) -> TensorSpec:
-    """How the gradient of an operand lies: dense, in its memory order."""
-    return TensorSpec(spec.shape, spec.dtype, dense_strides(spec.shape, memory_order(spec)))
 
 
 def forward_tile(sm: int, problem: Problem) -> tuple[int, int]:
